@@ -77,8 +77,8 @@ def report_of(slot: int) -> Report:
     """Return a report as large as that of a rank of a large job."""
     held = json.dumps([[4711] * TENSORS, [], [[4711, [17, 901]]]])
     host, port = f"10.{slot // 2048}.{slot // 8 % 256}.{1 + slot % 8}", 30000 + slot * 7 % 20000
-    offer = {f"gloo/{group}": f"gloo:{slot}:-1:0:{host}:{port + 13 * group}" for group in range(GROUPS)}
-    return Report(applied=4711, oldest=4711, prepared=True, held=held, offer=offer)
+    addresses = {f"gloo/{group}": f"gloo:{slot}:-1:0:{host}:{port + 13 * group}" for group in range(GROUPS)}
+    return Report(applied=4711, oldest=4711, prepared=True, held=held, addresses=addresses)
 
 
 def agree(first: View, slot: int, connection: TCPStore, fan: int) -> Asked:

@@ -90,7 +90,7 @@ def _speeds_of_copies(folder: Path, mode: str) -> tuple[float, float, int]:
     stepped = [_stepped(number, size // NUMBERS // 4 // PARTS) for number in range(PARTS)]
     optimizer = torch.optim.Adam([one.parameter for one in stepped])
     optimizer.step()
-    server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", told=_fail)
+    server = Server(Store(folder / "there"), run="r", secret="s", host="127.0.0.1", report=_fail)
     replicators = [
         Replicator(Store(folder / f"{slot}"), run="r", secret="s", slot=slot, trouble=_fail) for slot in SHARERS
     ]
@@ -131,7 +131,7 @@ def _stepped(number: int, size: int) -> Stepped:
     )
     parameter = torch.nn.Parameter(torch.randn(size))
     parameter.grad = torch.randn(size)
-    return Stepped(parameter=parameter, pieces=((tensor_slice, 0),))
+    return Stepped(parameter=parameter, tensor_slices=((tensor_slice, 0),))
 
 
 def _extras() -> dict[str, Any]:

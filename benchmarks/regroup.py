@@ -149,7 +149,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
     """Loop until as many losses were survived; when good collectives were done in all groups, and what was wrong."""
     looper = Looper(rank)
     operate = functools.partial(OPERATIONS[operation], looper)
-    looper.driver.carry_through(looper.check_all)
+    looper.driver.run_with_recovery(looper.check_all)
     rank.write([["ready", rank.slot]])
 
     def operate_or_check() -> list[str] | None:
@@ -164,7 +164,7 @@ def play(rank: Rank, operation: str, losses: int) -> dict[str, Any]:
         if any(fault.slot == rank.slot and fault.step == count for fault in rank.faults):
             rank.write([["injected", time.monotonic()]])
         rank.reached("loop", count)
-        wrong = looper.driver.carry_through(operate_or_check)
+        wrong = looper.driver.run_with_recovery(operate_or_check)
     done = time.monotonic()
     looper.driver.finish()
     looper.end()

@@ -22,14 +22,14 @@ class Offer:
     """A function that only a patched upstream has, with the arguments to call it with."""
 
     function: str
-    told: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
     def take(self) -> bool:
         """Call the function, if the upstream has it; return whether it has."""
         module, _, name = self.function.partition(":")
         function = getattr(importlib.import_module(module), name, None)
         if function is not None:
-            function(*self.told)
+            function(*self.arguments)
         return function is not None
 
 

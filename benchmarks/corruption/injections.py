@@ -52,7 +52,7 @@ class Hit:
         return bytearray(self.job.path(self.copy).read_bytes())
 
     def held(self) -> CopiedSlice:
-        (held,) = (held for held in self.job.manifest(self.copy).held if held.piece.tensor == self.tensor)
+        (held,) = (held for held in self.job.manifest(self.copy).held if held.tensor_slice.tensor == self.tensor)
         return held
 
     def values(self, content: bytearray, held: CopiedSlice, entry: Entry) -> torch.Tensor:
@@ -103,7 +103,7 @@ def shift(hit: Hit) -> dict[Copy, bytes]:
 
 def exchange_pages(hit: Hit) -> dict[Copy, bytes]:
     """Exchange the same places of two pages of the digest: only the keys of the pages distinguish them."""
-    tensor_slice = hit.held().piece
+    tensor_slice = hit.held().tensor_slice
     places, page = elements(tensor_slice), tensor_slice.runs.page
     pages, at = places // page, places % page
 
@@ -182,7 +182,7 @@ def _damage(job: Job, before: Mapping[Copy, bytes], after: Mapping[Copy, bytes])
         for held in job.manifest(copy).held:
             spans = [slice(entry.offset, entry.offset + held.bytes_of(entry)) for entry in held.entries]
             if any(content[span] != before[copy][span] for span in spans):
-                damaged.add((copy, held.piece.tensor))
+                damaged.add((copy, held.tensor_slice.tensor))
     return Damage(damaged=frozenset(damaged), lost=frozenset(lost))
 
 

@@ -11,7 +11,7 @@ from benchmarks.corruption.state import ENTRIES, EPOCH, HOSTS, PATIENCE_S, TENSO
 from ntp_plugin.copies.layout import DTYPES
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.replicator import Part
-from ntp_plugin.copies.restore import Restoration, TellAll
+from ntp_plugin.copies.restore import AllGather, Restoration
 from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import StateLost
 
@@ -49,7 +49,7 @@ class Meeting:
         self._barrier = threading.Barrier(len(members), timeout=PATIENCE_S)
         self.turn = threading.Lock()
 
-    def member_id(self, member: int) -> TellAll:
+    def member_id(self, member: int) -> AllGather:
         """For one of them."""
 
         def all_gather(what: Any) -> list[Any]:
@@ -83,7 +83,7 @@ def restored(job: Job, step: int, wanted: Layout) -> list[Got]:
 
 def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meeting) -> Got:
     process, host = job.processes[slot], HOSTS[slot]
-    parts = [Part(piece=tensor_slice, values=_room(tensor_slice), numbers={}) for tensor_slice in wanted[slot]]
+    parts = [Part(tensor_slice=tensor_slice, values=_room(tensor_slice), numbers={}) for tensor_slice in wanted[slot]]
     found: dict[str, Any] = {}
     try:
         restoration = Restoration(
@@ -92,7 +92,7 @@ def _restored_by(slot: int, job: Job, step: int, wanted: Layout, meeting: Meetin
             slot=slot,
             host=host,
             is_host_leader=slot == min(other for other in wanted if HOSTS[other] == host),
-            tell_all=meeting.member_id(slot),
+            all_gather=meeting.member_id(slot),
             address=process.server.address,
             peer=process.peer,
             trouble=job.trouble.append,
@@ -127,7 +127,7 @@ def _room(tensor_slice: TensorSlice) -> dict[str, torch.Tensor]:
 
 def _is_right(job: Job, step: int, part: Part) -> bool:
     """Bit for bit."""
-    right = job.right(part.piece, step)
+    right = job.right(part.tensor_slice, step)
     return all(torch.equal(part.values[name].view(torch.uint8), right[name].view(torch.uint8)) for name in right)
 
 

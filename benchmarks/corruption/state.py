@@ -134,7 +134,7 @@ class Process:
 
     def __init__(self, slot: int, folder: Path, report: Callable[[str], None]) -> None:
         self.store = Store(folder / f"host-{HOSTS[slot]}")
-        self.server = Server(self.store, run=RUN, secret=SECRET, host="127.0.0.1", told=report)
+        self.server = Server(self.store, run=RUN, secret=SECRET, host="127.0.0.1", report=report)
         self.through: queue.Queue[Copied] = queue.Queue()
         self.replicator = Replicator(
             self.store, run=RUN, secret=SECRET, slot=slot, trouble=report, done=self.through.put, timeout_s=PATIENCE_S
@@ -194,7 +194,7 @@ class Job:
     def _copy(self, step: int) -> None:
         for slot, process in enumerate(self.processes):
             parts = [
-                Part(piece=tensor_slice, values=self.right(tensor_slice, step), numbers={})
+                Part(tensor_slice=tensor_slice, values=self.right(tensor_slice, step), numbers={})
                 for tensor_slice in self.layout[slot]
             ]
             version = Version(step=step, epoch=EPOCH)

@@ -91,12 +91,12 @@ def report_fault_points(rank: Rank, asking: Asking) -> None:
 
     def reporting_init(job: Any, *args: Any) -> None:
         begin(job, *args)
-        fault_points.tell(job, rank.reached)
+        fault_points.report_steps(job, rank.reached)
         _record_samples(rank, job)
         if rank.joining:  # it is driven later
             job.rank.drive = _then_report_recoveries(rank, job, job.rank.drive)
         else:
-            fault_points.tell_of_recoveries(job, rank.reached)
+            fault_points.report_recoveries(job, rank.reached)
         _wait_for_joining_ranks(rank, job, asking)
 
     setattr(start.MegatronJob, "__init__", reporting_init)  # noqa: B010
@@ -107,7 +107,7 @@ def _then_report_recoveries(rank: Rank, job: Any, drive: Any) -> Any:
         from ntp_plugin.megatron.live import fault_points  # noqa: PLC0415
 
         job.driver = drive(trainer)
-        fault_points.tell_of_recoveries(job, rank.reached)
+        fault_points.report_recoveries(job, rank.reached)
         return job.driver
 
     return driven

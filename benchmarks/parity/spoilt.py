@@ -231,7 +231,7 @@ def shared_rows_not_summed() -> None:
 
 def units_swapped_in_a_checkpoint() -> None:
     """The first and the last query group of a slot change places in what it writes, its own output projection not."""
-    split = checkpoints.in_pieces
+    split = checkpoints.in_slices
 
     def swapped(entry: Any, whole: Tensor, places: Spans) -> Any:
         if whole.family.startswith(ATTENTION) and whole.dim == 0:
@@ -240,7 +240,7 @@ def units_swapped_in_a_checkpoint() -> None:
             places = (last, *others, first)
         return split(entry, whole, places)
 
-    _put(checkpoints, "in_pieces", swapped)
+    _put(checkpoints, "in_slices", swapped)
 
 
 def samples_not_rewound() -> None:

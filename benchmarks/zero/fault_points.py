@@ -23,7 +23,7 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
     """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
     from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
 
-    from ntp_plugin.deepspeed.fault_points import tell_of_recoveries  # noqa: PLC0415
+    from ntp_plugin.deepspeed.fault_points import report_recoveries  # noqa: PLC0415
     from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
     job = DeepSpeedJob.now
@@ -47,7 +47,7 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
     fault_points.at(job.window.checkpoints, "write", None, "written")
     fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     if not rank.joining:
-        tell_of_recoveries(job, driver, rank.reached)
+        report_recoveries(job, driver, rank.reached)
     _wait_for_joining_ranks(rank, job, asking)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ntp_plugin.chaos.campaign import Look
 from ntp_plugin.chaos.ending import Wait
 from ntp_plugin.chaos.fault_injector import SIGNALS, FaultInjector, from_outside, injected_now, is_worker, send
-from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, OrderedFault, Orders, orders_file
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, OrderedFault, Orders, orders_file
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.recipe import ANY, Recipe
 from ntp_plugin.chaos.schedule import FaultSchedule
@@ -24,7 +24,7 @@ from ntp_plugin.chaos.verdict import CampaignVerdict, judge_attached
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.telemetry import Follower, read_run
 from ntp_plugin.telemetry.job_state import JobState
-from ntp_plugin.telemetry.whereabouts import nobody_is_left
+from ntp_plugin.telemetry.whereabouts import all_have_ended
 
 _LOOK_S = 0.05
 
@@ -34,7 +34,7 @@ def inject_now(run: Path, fault: OrderedFault, *, wait: Wait) -> str:
     job = job_of(run)
     _refuse(run, job, what={fault.what}, slots={fault.slot})
     orders = Orders.of_a_running_job(orders_file(run))
-    if fault.what in BY_ITS_OWN_HAND:
+    if fault.what in INJECTED_BY_WORKER:
         orders.give(fault)
         return f"ordered: {fault.what} on {fault.slot}, {fault.during or 'at its next fault point'}"
     pid = job.pids.get(fault.slot)
@@ -42,7 +42,7 @@ def inject_now(run: Path, fault: OrderedFault, *, wait: Wait) -> str:
         raise ConfigError(f"{fault.slot} is lost, and no process has taken its place")
     if not is_worker(pid):
         raise ConfigError(f"{fault.slot}: process {pid} is no worker of ntp run on this host (any more)")
-    from_outside(run).tell(injected_now(fault, job))
+    from_outside(run).write(injected_now(fault, job))
     try:
         send(pid, SIGNALS[fault.what])
         if fault.what == "pause":
@@ -73,11 +73,11 @@ def _inject_until_over(injector: FaultInjector, run: Path, patience_s: float, lo
     follower, state, history = Follower(run), JobState(), History()
     deadline = time.monotonic() + patience_s
     while not (state.ended or _is_over(injector, state, history)) and time.monotonic() < deadline:
-        no_process_left = nobody_is_left(state)
+        no_process_left = all_have_ended(state)
         news = follower.news()
         for recorded in news:
-            state.hear(recorded)
-            history.hear(recorded)
+            state.receive(recorded)
+            history.receive(recorded)
         look(state, news)
         if no_process_left and not news:
             break
@@ -96,7 +96,7 @@ def _is_over(injector: FaultInjector, job: JobState, history: History) -> bool:
 
 def _refuse(run: Path, job: JobState, *, what: set[str], slots: set[str]) -> None:
     """Raise `ConfigError` for kinds or slots that this job does not have."""
-    others = what - BY_ITS_OWN_HAND.keys() - SIGNALS.keys()
+    others = what - INJECTED_BY_WORKER.keys() - SIGNALS.keys()
     if others:
         raise ConfigError(
             f"{min(others)} is for jobs that a recipe starts: the record does not say what runs where",
@@ -125,5 +125,5 @@ def job_of(run: Path) -> JobState:
     """Return the state of a job, from its record."""
     job = JobState()
     for recorded in read_run(run):
-        job.hear(recorded)
+        job.receive(recorded)
     return job

@@ -121,8 +121,8 @@ def _run(job: JobSpec, folder: Path, schedule: FaultSchedule | None, shown: Look
             over = running.is_over
             news = follower.news()
             for recorded in news:
-                state.hear(recorded)
-                history.hear(recorded)
+                state.receive(recorded)
+                history.receive(recorded)
             if injector is not None and not over:
                 injector.inject(state, history, running)
             shown(state, news)

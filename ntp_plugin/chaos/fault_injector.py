@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ntp_plugin.chaos.faults import (
-    BY_ITS_OWN_HAND,
+    INJECTED_BY_WORKER,
     LEAVES_THE_JOB,
     OrderedFault,
     Orders,
@@ -18,7 +18,7 @@ from ntp_plugin.chaos.faults import (
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.hosting import Action, Running, Undo
 from ntp_plugin.chaos.schedule import FaultSchedule
-from ntp_plugin.telemetry import FaultInjected, Teller, events_file
+from ntp_plugin.telemetry import EventWriter, FaultInjected, events_file
 from ntp_plugin.telemetry.job_state import JobState
 
 _MISSED = 12
@@ -33,7 +33,7 @@ class FaultInjector:
     def __init__(self, folder: Path, schedule: FaultSchedule, orders: Orders | None = None) -> None:
         """`orders`: the orders file of a run that exists already."""
         self._schedule, self._orders = schedule, orders or Orders.new(orders_file(folder))
-        self._teller = from_outside(folder)
+        self._event_writer = from_outside(folder)
         self._undo_later: list[tuple[float, Undo]] = []
         self.ordered: list[OrderedFault] = []
         self._ordered_in: dict[str, int] = {}
@@ -53,7 +53,7 @@ class FaultInjector:
         for fault in self._schedule.next(job, seconds=_seconds(job), pending=pending, missed=self._missed):
             self._order(fault)
             self._ordered_in[fault.name] = job.step
-            if fault.what not in BY_ITS_OWN_HAND:
+            if fault.what not in INJECTED_BY_WORKER:
                 self._from_outside(fault, job, running)
 
     def is_done(self, history: History) -> bool:
@@ -64,8 +64,8 @@ class FaultInjector:
     def give_up(self) -> None:
         """Stop injecting: take back orders that are not carried out, and undo temporary faults now."""
         for fault in self.ordered:
-            if fault.what in BY_ITS_OWN_HAND:
-                self._orders.take_back(fault)
+            if fault.what in INJECTED_BY_WORKER:
+                self._orders.cancel(fault)
         for _, undo in self._undo_later:
             undo()
         self._undo_later.clear()
@@ -82,18 +82,18 @@ class FaultInjector:
         passed = job.step - self._ordered_in.get(fault.name, job.step)
         was_injected = any(injected.event.fault == fault.name for injected in history.injected)
         may_miss = self._schedule.has_drawn(fault) and fault.name not in self._missed
-        return may_miss and not was_injected and passed >= _MISSED and self._orders.take_back(fault)
+        return may_miss and not was_injected and passed >= _MISSED and self._orders.cancel(fault)
 
     def _order(self, fault: OrderedFault) -> None:
         self.ordered.append(fault)
-        if fault.what in BY_ITS_OWN_HAND:
+        if fault.what in INJECTED_BY_WORKER:
             self._orders.give(fault)
 
     def _from_outside(self, fault: OrderedFault, job: JobState, running: Running | None) -> None:
         action = _way_to(fault, job.pids.get(fault.slot), running)
         if action is None:
             return
-        self._teller.tell(injected_now(fault, job))
+        self._event_writer.write(injected_now(fault, job))
         undo = action()
         if undo is not None:
             self._undo_later.append((time.monotonic() + fault.seconds, undo))
@@ -128,10 +128,10 @@ def _is_settled(fault: OrderedFault, history: History) -> bool:
     return any(fault.slot in one.event.lost for one in went_on)
 
 
-def from_outside(folder: Path) -> Teller:
+def from_outside(folder: Path) -> EventWriter:
     """Open an event file for faults from outside. It is beside the record of the run, which must be empty when the run
     starts; a `Follower` of the folder reads both."""
-    return Teller(events_file(folder).with_name("events.campaign.jsonl"), "campaign")
+    return EventWriter(events_file(folder).with_name("events.campaign.jsonl"), "campaign")
 
 
 def injected_now(fault: OrderedFault, job: JobState) -> FaultInjected:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.recovery.fault_points import FAULT_POINTS, OF_STEPS
+from ntp_plugin.recovery.fault_points import FAULT_POINTS, STEP_FAULT_POINTS
 
 _LOG = logging.getLogger(__name__)
 SUPERVISOR, NODE, CUT, STORE, SLOW = "supervisor", "node", "cut", "store", "slow"
-BY_ITS_OWN_HAND = {
+INJECTED_BY_WORKER = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP: no thread of it runs any more",
     "segfault": "it reads an address that is not mapped",
@@ -34,7 +34,7 @@ BY_ITS_OWN_HAND = {
     "weight": "a bit of one of its weights flips",
     "copy": "bytes throughout the newest copy of its state in memory change",
 }
-FROM_OUTSIDE = {
+INJECTED_FROM_OUTSIDE = {
     "sigkill": "SIGKILL from another process, at any instant",
     "sigstop": "SIGSTOP from another process",
     "pause": "SIGSTOP, and SIGCONT after `seconds`",
@@ -48,7 +48,7 @@ FROM_OUTSIDE = {
 }
 OF_HOSTS = frozenset({NODE, CUT, STORE, "blink", "delay", "lossy"})
 """Kinds that need a job on several hosts."""
-KINDS = {**BY_ITS_OWN_HAND, **FROM_OUTSIDE}
+KINDS = {**INJECTED_BY_WORKER, **INJECTED_FROM_OUTSIDE}
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,80}")
 _STAYS = {"slow", "disk", "clock", "weight", "copy", "pause", "blink", "delay", "lossy", STORE, SUPERVISOR}
 LEAVES_THE_JOB = frozenset(KINDS) - _STAYS
@@ -77,11 +77,11 @@ class OrderedFault:
         """Return whether it happens to this slot here."""
         return (
             self.slot == slot
-            and self.what in BY_ITS_OWN_HAND
+            and self.what in INJECTED_BY_WORKER
             and self.during in ("", fault_point)
             and _is_reached(self.step, step)
             and _is_reached(self.epoch, epoch)
-            and (self.during != "" or fault_point in OF_STEPS)
+            and (self.during != "" or fault_point in STEP_FAULT_POINTS)
         )
 
 
@@ -133,7 +133,7 @@ class Orders:
             raise ConfigError(f"{path} is no file of orders", way_out=way_out)
         return cls(path, token)
 
-    def take_back(self, fault: OrderedFault) -> bool:
+    def cancel(self, fault: OrderedFault) -> bool:
         """Cancel a fault; return False if it was injected already."""
         return _claim(self.path, fault)
 

@@ -53,10 +53,10 @@ class History:
         """Build the history from the whole record, in order of time."""
         self = cls()
         for one in sorted(events, key=lambda one: one.at):
-            self.hear(one)
+            self.receive(one)
         return self
 
-    def hear(self, read: RecordedEvent) -> None:
+    def receive(self, read: RecordedEvent) -> None:
         """Add one event."""
         event: Any = read.event
         recorded = Recorded(at=read.at, slot=read.slot, event=event)

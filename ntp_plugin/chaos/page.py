@@ -14,7 +14,7 @@ from ntp_plugin.chaos.charts import NO_PICTURE, pictures, sheet
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import CampaignVerdict
 from ntp_plugin.telemetry import Follower
-from ntp_plugin.telemetry.event_text import in_words
+from ntp_plugin.telemetry.event_text import described
 from ntp_plugin.telemetry.events import Recovered
 
 _STYLE = """
@@ -89,7 +89,7 @@ def _as_mapping(report: PageContent) -> dict[str, object]:
         "samples": dataclasses.asdict(verdict.samples),
         "drawn": None if verdict.drawn is None else dataclasses.asdict(verdict.drawn),
         "left_out": list(verdict.left_out),
-        "strikes": [dataclasses.asdict(outcome) for outcome in verdict.outcomes],
+        "faults": [dataclasses.asdict(outcome) for outcome in verdict.outcomes],
     }
 
 
@@ -197,7 +197,7 @@ def _event_lines(report: PageContent) -> list[str]:
     """Return the events in words, once each, with the seconds since training began."""
     lines, headlines = [], set[str]()
     for recorded in sorted(Follower(report.record).news(), key=lambda recorded: recorded.at):
-        words = in_words(recorded)
+        words = described(recorded)
         if words is None or words[0] in headlines:
             continue
         headlines = {words[0]} if isinstance(recorded.event, Recovered) else headlines | {words[0]}

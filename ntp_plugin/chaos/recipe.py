@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, KINDS, OF_HOSTS, SLOW, SUPERVISOR
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, KINDS, OF_HOSTS, SLOW, SUPERVISOR
 from ntp_plugin.config.files import read_file
 from ntp_plugin.config.schema import key, read
 from ntp_plugin.errors import ConfigError
-from ntp_plugin.recovery.fault_points import FAULT_POINTS, OF_RECOVERIES
+from ntp_plugin.recovery.fault_points import FAULT_POINTS, RECOVERY_FAULT_POINTS
 from ntp_plugin.simulator.failures import DAY_S
 from ntp_plugin.simulator.traces import read_trace
 
@@ -73,11 +73,11 @@ class FaultSpec:
     def __post_init__(self) -> None:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
             raise ConfigError(f"slot = {self.slot!r} is not a slot", way_out="r0.s0.t1, or any")
-        if self.what not in BY_ITS_OWN_HAND:
+        if self.what not in INJECTED_BY_WORKER:
             _refuse_a_fault_point(self.what, self.during)
         if self.factor != 1.0 and self.what != SLOW:
             raise ConfigError(f"what = {self.what} has no factor", way_out=f"leave it out, or what = {SLOW}")
-        if self.at_step is not None and (self.during in OF_RECOVERIES or self.epoch is not None):
+        if self.at_step is not None and (self.during in RECOVERY_FAULT_POINTS or self.epoch is not None):
             raise ConfigError(
                 f"during = {self.during!r} is a fault point of a recovery, and at_step is for one of a step",
                 way_out="give the epoch that the recovery leads to, or leave it out",
@@ -113,7 +113,7 @@ class RandomSpec:
                 _refuse_unknown(word, known)
         for what, fault_point in self.deck() if self.pairs else ():
             _refuse_unknown(what, KINDS)
-            if what in BY_ITS_OWN_HAND:
+            if what in INJECTED_BY_WORKER:
                 _refuse_unknown(fault_point, FAULT_POINTS)
             else:
                 _refuse_a_fault_point(what, fault_point)

@@ -14,9 +14,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, STORE, SUPERVISOR, OrderedFault, RequestedFaults, Unordered
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, STORE, SUPERVISOR, OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.recipe import ANY, FaultSpec, Recipe
-from ntp_plugin.recovery.fault_points import OF_RECOVERIES
+from ntp_plugin.recovery.fault_points import RECOVERY_FAULT_POINTS
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 
 _AHEAD = 2
@@ -116,7 +116,7 @@ class FaultSchedule:
         name, (what, during) = f"{self._named}random-{len(self._dealt) + 1}", card
         self._dealt[name] = card
         seconds, soon = self._random.seconds, job.step + _AHEAD
-        if what not in BY_ITS_OWN_HAND:
+        if what not in INJECTED_BY_WORKER:
             return [OrderedFault(name=name, what=what, slot=slot, seconds=seconds)]
         if not _is_in_a_recovery(card):
             return [OrderedFault(name=name, what=what, slot=slot, during=during, step=soon, seconds=seconds)]
@@ -181,17 +181,17 @@ def _some_replica_has_all_stages(job: JobState, there: Set[str]) -> bool:
 
 def _is_in_a_recovery(card: _Card) -> bool:
     what, during = card
-    return what in BY_ITS_OWN_HAND and during in OF_RECOVERIES
+    return what in INJECTED_BY_WORKER and during in RECOVERY_FAULT_POINTS
 
 
 def _is_known(fault: FaultSpec) -> bool:
-    return fault.slot != ANY and fault.what in BY_ITS_OWN_HAND and fault.at_s is None
+    return fault.slot != ANY and fault.what in INJECTED_BY_WORKER and fault.at_s is None
 
 
 def _is_due(fault: FaultSpec, job: JobState, seconds: float) -> bool:
     if fault.at_s is not None:
         return seconds >= fault.at_s
-    ahead = _AHEAD if fault.what in BY_ITS_OWN_HAND else 1
+    ahead = _AHEAD if fault.what in INJECTED_BY_WORKER else 1
     return fault.at_step is None or job.step >= fault.at_step - ahead
 
 
@@ -207,14 +207,14 @@ def _why_it_waits(fault: FaultSpec, job: JobState, seconds: float) -> str:
 
 
 def _order(name: str, fault: FaultSpec, slot: str) -> OrderedFault:
-    inside = fault.what in BY_ITS_OWN_HAND
+    inside = fault.what in INJECTED_BY_WORKER
     return OrderedFault(
         name=name,
         what=fault.what,
         slot=slot,
         during=fault.during,
         step=fault.at_step if inside else None,
-        epoch=fault.epoch if fault.during in OF_RECOVERIES else None,
+        epoch=fault.epoch if fault.during in RECOVERY_FAULT_POINTS else None,
         seconds=fault.seconds,
         factor=fault.factor,
         may_miss=fault.may_miss,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from ntp_plugin.chaos import weights
-from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, LEAVES_THE_JOB, OrderedFault, RequestedFaults
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, LEAVES_THE_JOB, OrderedFault, RequestedFaults
 from ntp_plugin.chaos.history import History
 from ntp_plugin.errors import ConfigError
 
@@ -240,7 +240,7 @@ def _never_injected(fault: OrderedFault, why: str) -> FaultOutcome:
 
 def _why_never_injected(fault: OrderedFault, run: History) -> str:
     if fault.slot in run.slots or not run.slots:
-        inside = fault.what in BY_ITS_OWN_HAND
+        inside = fault.what in INJECTED_BY_WORKER
         return "the slot did not reach that fault point" if inside else "the slot had no process then"
     return f"this job has no such slot, but {', '.join(run.slots[:8])}{', ...' * (len(run.slots) > 8)}"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ntp_plugin.chaos.faults import OrderedFault, Pending
 from ntp_plugin.launch.script import after_import, run
 from ntp_plugin.recovery.fault_points import ALL_DONE, Weight, Weights
-from ntp_plugin.telemetry import FaultInjected, Teller, Weighed
+from ntp_plugin.telemetry import EventWriter, FaultInjected, Weighed
 from ntp_plugin.testing import harm
 
 _ADAPTERS = {
@@ -26,31 +26,31 @@ _ADAPTERS = {
 }
 
 
-class Victim:
+class FaultyWorker:
     """This process: it injects the faults that are ordered for its slot."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
         self._slot = ""
         self._weights: Weights = tuple
-        self._teller = Teller(None, "")
+        self._event_writer = EventWriter(None, "")
         self._slow: dict[str, _Slowness] = {}
         """By fault point."""
 
     def is_here(self, slot: str, weights: Weights) -> None:
         """Set the slot and the weights, once the framework has a job."""
         self._slot, self._weights = slot, weights
-        self._teller = Teller(os.environ.get("NTP_EVENTS"), slot)
+        self._event_writer = EventWriter(os.environ.get("NTP_EVENTS"), slot)
 
     def reached(self, fault_point: str, step: int | None = None, *, epoch: int | None = None) -> None:
         """Inject the faults that are ordered for this fault point; at the end record the digests of the weights."""
         if fault_point == ALL_DONE:
-            self._teller.tell(weighed(self._weights()))
+            self._event_writer.write(weighed(self._weights()))
             return
         if fault_point in self._slow:
             self._slow[fault_point].wait()
         for fault in self._pending.take(self._slot, fault_point, step, epoch):
-            self._teller.tell(
+            self._event_writer.write(
                 FaultInjected(
                     fault=fault.name, what=fault.what, whom=self._slot, fault_point=fault_point, step=step or 0
                 )
@@ -103,8 +103,8 @@ def weighed(weights: Iterable[Weight]) -> Weighed:
     cut, alike = list[Weight](), list[Weight]()
     for weight in weights:
         (cut if weight.is_cut else alike).append(weight)
-    sums = [sketch((weight.piece, weight.values) for weight in some) for some in (cut, alike)]
-    values = [sum(weight.piece.size for weight in some) for some in (cut, alike)]
+    sums = [sketch((weight.tensor_slice, weight.values) for weight in some) for some in (cut, alike)]
+    values = [sum(weight.tensor_slice.size for weight in some) for some in (cut, alike)]
     return Weighed(cut=sums[0], cut_values=values[0], alike=sums[1], alike_values=values[1])
 
 
@@ -118,13 +118,13 @@ def _fail(name: str) -> None:
 
 def main(words: Sequence[str]) -> None:
     """Have the frameworks report their fault points, and run the script."""
-    victim = Victim(Pending(Path(words[0])))
+    victim = FaultyWorker(Pending(Path(words[0])))
     for framework, adapter in _ADAPTERS.items():
         after_import(framework, functools.partial(_report_fault_points, adapter, victim))
     run(words[1:])
 
 
-def _report_fault_points(adapter: str, victim: Victim) -> None:
+def _report_fault_points(adapter: str, victim: FaultyWorker) -> None:
     importlib.import_module(adapter).whenever_there_is_a_job(victim.reached, victim.is_here)
 
 

@@ -25,7 +25,7 @@ from ntp_plugin.cli.screen import Screen
 from ntp_plugin.config.schema import read
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.output_folders import require_new, require_usable
-from ntp_plugin.recovery.fault_points import OF_RECOVERIES, OF_STEPS
+from ntp_plugin.recovery.fault_points import RECOVERY_FAULT_POINTS, STEP_FAULT_POINTS
 from ntp_plugin.telemetry.printable import printable
 
 _EXAMPLE = """\
@@ -192,7 +192,11 @@ def _seconds(value: float | None) -> str:
 
 
 def _glossary() -> str:
-    parts = (("kinds", KINDS), ("fault points of a step", OF_STEPS), ("fault points of a recovery", OF_RECOVERIES))
+    parts = (
+        ("kinds", KINDS),
+        ("fault points of a step", STEP_FAULT_POINTS),
+        ("fault points of a recovery", RECOVERY_FAULT_POINTS),
+    )
     return "\n\n".join(
         f"{title}:\n" + "\n".join(f"  {name:<12} {text}" for name, text in known.items()) for title, known in parts
     )

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ntp_plugin.telemetry.event_text import in_words
+from ntp_plugin.telemetry.event_text import described
 from ntp_plugin.telemetry.events import Recovered
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.printable import printable
@@ -72,7 +72,7 @@ class Screen:
     def _lines(self, job: JobState, news: Sequence[RecordedEvent]) -> list[str]:
         lines = []
         for recorded in news:
-            words = in_words(recorded)
+            words = described(recorded)
             if words is not None and words[0] not in self._headlines:  # every surviving rank reports the same
                 is_new_epoch = isinstance(recorded.event, Recovered)
                 self._headlines = {words[0]} if is_new_epoch else self._headlines | {words[0]}

@@ -14,7 +14,7 @@ from ntp_plugin.launch.records import newest_record
 from ntp_plugin.telemetry import Follower
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.printable import printable
-from ntp_plugin.telemetry.whereabouts import nobody_is_left
+from ntp_plugin.telemetry.whereabouts import all_have_ended
 
 _LOOK_S = 0.2
 _DEAD = 1
@@ -49,10 +49,10 @@ def follow(folder: Path, shown: Screen) -> int:
     state, follower = JobState(), Follower(folder)
     with shown as screen:
         while not state.ended:
-            alone = nobody_is_left(state)  # asked before the last events are read
+            alone = all_have_ended(state)  # asked before the last events are read
             news = follower.news()
             for event in news:
-                state.hear(event)
+                state.receive(event)
             screen.show(state, news)
             if alone and not news:
                 break

@@ -21,7 +21,7 @@ _ATTEMPTS = 5
 
 def newest(store: Store) -> Version:
     """Return the newest version of which all parts are on this host; raises `Refused` if there is none."""
-    for version in restore.standable([restore.describe(store)]):
+    for version in restore.restorable([restore.describe(store)]):
         return version
     holders_of = {version: set(holders) for _, version, holders in store.versions()}
     if not holders_of:
@@ -45,7 +45,7 @@ def take(store: Store, into: Store) -> Version:
         _require_room(store, into, places)
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda place: store.copy(place, into), places))
-        if restore.standable([restore.describe(into)]) == [version]:  # and not a newer one for some slots
+        if restore.restorable([restore.describe(into)]) == [version]:  # and not a newer one for some slots
             return version
         tried.append(str(version))
         into.forget_all()

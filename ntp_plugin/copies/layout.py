@@ -44,14 +44,18 @@ class CopyBatch:
 class CopyLayout:
     """The layout of a copy."""
 
-    def __init__(self, pieces: SlicesAndKinds) -> None:
-        self.pieces = pieces
-        self.values = [(piece, name, dtype, offset) for piece, kinds in pieces for name, dtype, offset in kinds]
-        self.named = [(piece.tensor, name) for piece, name, _, _ in self.values]
+    def __init__(self, tensor_slices: SlicesAndKinds) -> None:
+        self.tensor_slices = tensor_slices
+        self.values = [
+            (tensor_slice, name, dtype, offset)
+            for tensor_slice, kinds in tensor_slices
+            for name, dtype, offset in kinds
+        ]
+        self.named = [(tensor_slice.tensor, name) for tensor_slice, name, _, _ in self.values]
         """Tensor and name of each value, slice by slice."""
-        self.begins = [0, *np.cumsum([len(kinds) for _, kinds in pieces], dtype=np.intp).tolist()]
+        self.begins = [0, *np.cumsum([len(kinds) for _, kinds in tensor_slices], dtype=np.intp).tolist()]
         """The number of each slice's first value."""
-        self._sizes = [piece.size * DTYPES[dtype].itemsize for piece, _, dtype, _ in self.values]
+        self._sizes = [tensor_slice.size * DTYPES[dtype].itemsize for tensor_slice, _, dtype, _ in self.values]
         self.is_sound = all(size >= 0 <= offset for (*_, offset), size in zip(self.values, self._sizes, strict=True))
         """Whether such a copy can exist: memory is taken for as many elements as a stranger says."""
         self.end: int = max(
@@ -60,28 +64,30 @@ class CopyLayout:
         """The bytes that a copy must have."""
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, CopyLayout) and self.pieces == other.pieces)
+        return self is other or (isinstance(other, CopyLayout) and self.tensor_slices == other.tensor_slices)
 
     def __hash__(self) -> int:
-        return hash(self.pieces)
+        return hash(self.tensor_slices)
 
     def __str__(self) -> str:
-        return f"{len(self.values)} values of {len(self.pieces)} slices"
+        return f"{len(self.values)} values of {len(self.tensor_slices)} slices"
 
     @functools.cached_property
     def text(self) -> bytes:
         """The layout as manifests have it."""
-        return json.dumps([[_fields(piece), kinds] for piece, kinds in self.pieces]).encode()
+        return json.dumps([[_fields(tensor_slice), kinds] for tensor_slice, kinds in self.tensor_slices]).encode()
 
     # ------------------------------------------------ for native code
 
     @functools.cached_property
     def table(self) -> Table:
         """The native code's table of all values."""
-        for piece, *_ in self.values:
-            if piece.runs.size != piece.size:  # native code would read past its end
-                raise ValueError(f"{piece.tensor} of {piece.size} elements has places for {piece.runs.size}")
-        return Table([(piece.runs, DTYPES[dtype]) for piece, _, dtype, _ in self.values])
+        for tensor_slice, *_ in self.values:
+            if tensor_slice.runs.size != tensor_slice.size:  # native code would read past its end
+                raise ValueError(
+                    f"{tensor_slice.tensor} of {tensor_slice.size} elements has places for {tensor_slice.runs.size}"
+                )
+        return Table([(tensor_slice.runs, DTYPES[dtype]) for tensor_slice, _, dtype, _ in self.values])
 
     @functools.cached_property
     def offsets(self) -> Numbers:
@@ -121,31 +127,31 @@ class CopyLayout:
 
     def _ends_of_batches(self) -> Iterator[int]:
         size = 0
-        for number in range(len(self.pieces)):
+        for number in range(len(self.tensor_slices)):
             more = sum(self._sizes[self.begins[number] : self.begins[number + 1]])
             if size and size + more > AT_ONCE:
                 yield number
                 size = 0
             size += more
-        if self.pieces:
-            yield len(self.pieces)
+        if self.tensor_slices:
+            yield len(self.tensor_slices)
 
 
 @functools.lru_cache(_REMEMBERED)
-def laid_out(pieces: SlicesAndKinds) -> CopyLayout:
+def laid_out(tensor_slices: SlicesAndKinds) -> CopyLayout:
     """The layout of these slices."""
-    return CopyLayout(pieces)
+    return CopyLayout(tensor_slices)
 
 
 @functools.lru_cache(_REMEMBERED)
 def in_a_row(kinds: tuple[tuple[TensorSlice, tuple[tuple[str, torch.dtype], ...]], ...]) -> CopyLayout:
     """The layout of these slices one after the other, each with the names and types of what is kept of it."""
-    sizes = [piece.size * dtype.itemsize for piece, of_slice in kinds for _, dtype in of_slice]
+    sizes = [tensor_slice.size * dtype.itemsize for tensor_slice, of_slice in kinds for _, dtype in of_slice]
     offsets = iter(places(sizes)[0])
     return laid_out(
         tuple(
-            (piece, tuple((name, dtype_name(dtype), next(offsets)) for name, dtype in of_slice))
-            for piece, of_slice in kinds
+            (tensor_slice, tuple((name, dtype_name(dtype), next(offsets)) for name, dtype in of_slice))
+            for tensor_slice, of_slice in kinds
         )
     )
 
@@ -155,8 +161,8 @@ def read_layout(text: bytes) -> CopyLayout:
     """The layout that a manifest describes."""
     return laid_out(
         tuple(
-            (read_slice(piece), tuple((str(name), str(dtype), int(offset)) for name, dtype, offset in kinds))
-            for piece, kinds in json.loads(text)
+            (read_slice(tensor_slice), tuple((str(name), str(dtype), int(offset)) for name, dtype, offset in kinds))
+            for tensor_slice, kinds in json.loads(text)
         )
     )
 
@@ -179,6 +185,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 _fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorSlice)))
 
 
-def _fields(piece: TensorSlice) -> tuple[Any, ...]:
-    values: tuple[Any, ...] = _fields_of(piece)
+def _fields(tensor_slice: TensorSlice) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = _fields_of(tensor_slice)
     return values

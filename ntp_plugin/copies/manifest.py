@@ -49,12 +49,12 @@ class Entry:
 class CopiedSlice:
     """A slice of a tensor, its values, and the numbers that its optimizer keeps for it."""
 
-    piece: TensorSlice
+    tensor_slice: TensorSlice
     entries: tuple[Entry, ...]
     numbers: Mapping[str, Any]
 
     def bytes_of(self, entry: Entry) -> int:
-        return self.piece.size * DTYPES[entry.dtype].itemsize
+        return self.tensor_slice.size * DTYPES[entry.dtype].itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class Manifest:
         digests = iter(self.digests)
         return tuple(
             CopiedSlice(
-                piece=piece,
+                tensor_slice=tensor_slice,
                 entries=tuple(
                     Entry(name=name, dtype=dtype, offset=offset, digest=next(digests)) for name, dtype, offset in kinds
                 ),
                 numbers=numbers,
             )
-            for (piece, kinds), numbers in zip(self.layout.pieces, self.numbers, strict=True)
+            for (tensor_slice, kinds), numbers in zip(self.layout.tensor_slices, self.numbers, strict=True)
         )
 
     def encode(self) -> bytes:
@@ -117,7 +117,7 @@ class Manifest:
             return None
         run, (step, epoch), slot, holders, size, digests, numbers, extras = json.loads(facts)
         layout = read_layout(layout_text)
-        if (len(digests), len(numbers)) != (len(layout.values), len(layout.pieces)):
+        if (len(digests), len(numbers)) != (len(layout.values), len(layout.tensor_slices)):
             raise ValueError(f"{len(digests)} digests and numbers of {len(numbers)} slices are not those of {layout}")
         found = cls(
             run=run,
@@ -134,7 +134,7 @@ class Manifest:
         return found
 
     def salt(self, held: CopiedSlice, entry: Entry) -> str:
-        return salt(self.run, self.version.step, held.piece.tensor, entry.name)
+        return salt(self.run, self.version.step, held.tensor_slice.tensor, entry.name)
 
 
 def salt(run: str, step: int, tensor: str, entry: str) -> str:
@@ -155,7 +155,7 @@ def view(memory: torch.Tensor, held: CopiedSlice, entry: Entry, since: int = 0) 
     dtype, start = DTYPES[entry.dtype], entry.offset - since
     if start % dtype.itemsize or memory.numel() % dtype.itemsize:  # some bytes of a copy, or the layout of a stranger
         return memory[start : start + held.bytes_of(entry)].view(dtype)
-    return memory.view(dtype).narrow(0, start // dtype.itemsize, held.piece.size)
+    return memory.view(dtype).narrow(0, start // dtype.itemsize, held.tensor_slice.size)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -175,7 +175,7 @@ def _manifest(place: CopyKey, memory: torch.Tensor, members: Sequence[Manifest])
     """The manifest of a complete parity."""
     first = members[0]
     words = memory.view(torch.int32)
-    piece = TensorSlice(
+    tensor_slice = TensorSlice(
         tensor=TENSOR, shape=(len(words),), dim=0, ranges=((0, len(words)),), start=0, stop=len(words), whole=str(place)
     )
     return Manifest(
@@ -184,8 +184,8 @@ def _manifest(place: CopyKey, memory: torch.Tensor, members: Sequence[Manifest])
         slot=place.slot,
         holders=first.holders,
         size=len(memory),
-        layout=in_a_row(((piece, ((ENTRY, torch.int32),)),)),
-        digests=(digest.digest(words, piece.runs, salt=salt(first.run, first.version.step, TENSOR, ENTRY)),),
+        layout=in_a_row(((tensor_slice, ((ENTRY, torch.int32),)),)),
+        digests=(digest.digest(words, tensor_slice.runs, salt=salt(first.run, first.version.step, TENSOR, ENTRY)),),
         numbers=({},),
         extras={_MEMBERS: [manifest.encode().decode() for manifest in members]},
     )

@@ -44,7 +44,7 @@ from ntp_plugin.telemetry import Copied
 class Part:
     """A slice of a tensor where it lives: flat, entry by entry, and the numbers that go with it."""
 
-    piece: TensorSlice
+    tensor_slice: TensorSlice
     values: Mapping[str, torch.Tensor]
     numbers: Mapping[str, Any]
 
@@ -89,7 +89,7 @@ class Lateness:
 
 def _not_finite(snapshot: Snapshot) -> StateNotFinite:
     values = ((part, name, live) for part in snapshot.parts for name, live in part.values.items())
-    named = next(f"{part.piece.tensor} ({name})" for part, name, live in values if not digest.are_finite([live]))
+    named = next(f"{part.tensor_slice.tensor} ({name})" for part, name, live in values if not digest.are_finite([live]))
     return StateNotFinite(
         f"{named} is not finite after step {snapshot.version.step}: no copy is made",
         way_out="look for the step that made it so; the copies before it are kept",
@@ -98,7 +98,7 @@ def _not_finite(snapshot: Snapshot) -> StateNotFinite:
 
 def _layout(parts: Sequence[Part]) -> CopyLayout:
     return in_a_row(
-        tuple((part.piece, tuple((name, live.dtype) for name, live in part.values.items())) for part in parts)
+        tuple((part.tensor_slice, tuple((name, live.dtype) for name, live in part.values.items())) for part in parts)
     )
 
 
@@ -110,7 +110,10 @@ def _copied(
     if native is not None and all(live.is_cpu and live.is_contiguous() for live in lives):
         return _copied_by_native_code(native, lives, layout, memory, salts)
     asked = zip(lives, layout.values, salts, strict=True)
-    several = [digest.Values(tensors=[live], runs=piece.runs, salts=[of_it]) for live, (piece, *_), of_it in asked]
+    several = [
+        digest.Values(tensors=[live], runs=tensor_slice.runs, salts=[of_it])
+        for live, (tensor_slice, *_), of_it in asked
+    ]
     numbers = digest.digests_if_finite(several)
     if numbers is None:
         return None

@@ -32,7 +32,7 @@ from ntp_plugin.copies.verify import wrong
 from ntp_plugin.copies.wire import Address, Peer, PeerTrouble, WrongCopy, select
 from ntp_plugin.errors import StateLost
 
-type TellAll = Callable[[Any], list[Any]]
+type AllGather = Callable[[Any], list[Any]]
 """Gathers a value from each member, on all members; they call it together."""
 type Broken = tuple[int, CopyKey]
 """A copy that is not what was written: its host, and its key."""
@@ -68,7 +68,7 @@ class RestoredBytes:
 # ---------------------------------------------------------------- which version
 
 
-def standable(descriptions: Iterable[str]) -> list[Version]:
+def restorable(descriptions: Iterable[str]) -> list[Version]:
     """The versions that can be restored, newest first: all their parts have a copy somewhere, or can be rebuilt.
 
     Args:
@@ -124,14 +124,14 @@ class Restoration:
         slot: int,
         host: int,
         is_host_leader: bool,
-        tell_all: TellAll,
+        all_gather: AllGather,
         address: Address,
         peer: Callable[[Address], Peer],
         trouble: Callable[[str], None],
     ) -> None:
         """All members make one together; the host leader also reads its host's other copies for all."""
         self.version, self._store, self._slot, self._host = version, store, slot, host
-        self._address, self._all_gather, self._peer, self._trouble = address, tell_all, peer, trouble
+        self._address, self._all_gather, self._peer, self._trouble = address, all_gather, peer, trouble
         self._broken: set[Broken] = set()
         """The broken copies that this process, or others that have reported them, found."""
         self._unreached: set[tuple[Address, Broken]] = set()
@@ -191,7 +191,7 @@ class Restoration:
             raise StateLost(
                 f"the copies of {self.version} of {lost} are lost{self._reported_trouble()}", way_out="an older version"
             )
-        return {held.piece.tensor: held for source in self.sources for held in source.manifest.held}
+        return {held.tensor_slice.tensor: held for source in self.sources for held in source.manifest.held}
 
     def extras(self) -> Mapping[str, Any]:
         """What was noted besides tensors: this slot's own, if it had any."""
@@ -207,7 +207,7 @@ class Restoration:
             StateLost: Some values are in no sound copy; all members raise it alike.
         """
         amounts = {"own": 0, "here": 0, "elsewhere": 0}
-        missing = [torch.ones(part.piece.size, dtype=torch.bool) for part in parts]
+        missing = [torch.ones(part.tensor_slice.size, dtype=torch.bool) for part in parts]
         while True:
             nowhere = self._fill(parts, missing, amounts)
             if nowhere is None:
@@ -228,7 +228,7 @@ class Restoration:
         for part, of_it in zip(parts, missing, strict=True):
             left = self._fill_part(part, of_it, amounts) if of_it.any() else 0
             if left:
-                nowhere = nowhere or f"{left} elements of {part.piece.tensor}"
+                nowhere = nowhere or f"{left} elements of {part.tensor_slice.tensor}"
         return self._share(lacking=nowhere)
 
     def _reported_trouble(self) -> str:
@@ -241,9 +241,9 @@ class Restoration:
         """Fill one part, and return how many elements no source has."""
         for source in self.sources:
             for number, held in enumerate(source.manifest.held):
-                if held.piece.tensor != part.piece.tensor or not missing.any():
+                if held.tensor_slice.tensor != part.tensor_slice.tensor or not missing.any():
                     continue
-                wanted = _still(common(part.piece.runs, held.piece.runs), missing)
+                wanted = _still(common(part.tensor_slice.runs, held.tensor_slice.runs), missing)
                 if not wanted.size or self._is_aside(source):
                     continue
                 values = self._read(source, number, held, wanted)
@@ -340,14 +340,14 @@ class Restoration:
 
     def _read_whole(self, member: Manifest, number: int, held: CopiedSlice) -> Mapping[str, torch.Tensor]:
         """Read a slice of another member's copy, which must be the one that went into the parity."""
-        size = torch.tensor([held.piece.size])
+        size = torch.tensor([held.tensor_slice.size])
         everything = Common(mine=torch.zeros_like(size), theirs=torch.zeros_like(size), lengths=size)
         for source in self.sources:
             if source.manifest == member and not self._is_aside(source):
                 values = self._read(source, number, held, everything)
                 if values is not None:
                     return values
-        raise _OutOfReach(f"{held.piece.tensor} of slot {member.slot}")
+        raise _OutOfReach(f"{held.tensor_slice.tensor} of slot {member.slot}")
 
     # ------------------------------------------------ verifying
 
@@ -360,10 +360,10 @@ class Restoration:
         run = self.sources[0].manifest.run
         mine: dict[tuple[str, str, str], int] = {}
         for part in parts:
-            salts = [salt(run, self.version.step, part.piece.tensor, name) for name in part.values]
-            numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
+            salts = [salt(run, self.version.step, part.tensor_slice.tensor, name) for name in part.values]
+            numbers = digest.digests(list(part.values.values()), part.tensor_slice.runs, salts=salts)
             for name, number in zip(part.values, numbers, strict=True):
-                key = part.piece.tensor, name, part.piece.whole
+                key = part.tensor_slice.tensor, name, part.tensor_slice.whole
                 mine[key] = (mine.get(key, 0) + number) % MODULUS
         gathered: list[dict[tuple[str, str, str], int]] = self._all_gather(mine)
         now: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
@@ -390,13 +390,15 @@ def _replica_digests(sources: Iterable[Source]) -> dict[tuple[str, str], dict[st
     for source in sources:
         for number, held in enumerate(source.manifest.held):
             for entry in held.entries:
-                of = parts.setdefault((held.piece.tensor, entry.name), {}).setdefault(held.piece.whole, {})
-                of[source.manifest.slot, number] = entry.digest, held.piece
+                of = parts.setdefault((held.tensor_slice.tensor, entry.name), {}).setdefault(
+                    held.tensor_slice.whole, {}
+                )
+                of[source.manifest.slot, number] = entry.digest, held.tensor_slice
     found: dict[tuple[str, str], dict[str, int]] = {}
     for key, instances in parts.items():
         for whole, digests in instances.items():
-            pieces = [piece for _, piece in digests.values()]
-            if sum(piece.size for piece in pieces) == torch.Size(pieces[0].shape).numel():
+            tensor_slices = [tensor_slice for _, tensor_slice in digests.values()]
+            if sum(tensor_slice.size for tensor_slice in tensor_slices) == torch.Size(tensor_slices[0].shape).numel():
                 found.setdefault(key, {})[whole] = sum(number for number, _ in digests.values()) % MODULUS
     return found
 

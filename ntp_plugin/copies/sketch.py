@@ -27,9 +27,9 @@ _TOGETHER = 1 << 22
 def sketch(parts: Iterable[tuple[TensorSlice, torch.Tensor]]) -> list[float]:
     """The sums for these parts of tensors."""
     sums = torch.zeros(SIZE, dtype=torch.float64)
-    for piece, values in parts:
-        flat, seed = values.detach().reshape(-1), _seed(piece.tensor)
-        for begin, places in blocks(piece.runs, _TOGETHER, flat.device):
+    for tensor_slice, values in parts:
+        flat, seed = values.detach().reshape(-1), _seed(tensor_slice.tensor)
+        for begin, places in blocks(tensor_slice.runs, _TOGETHER, flat.device):
             drawn = odd_numbers(places.to(flat.device) + seed)
             which = (drawn >> 64 - _BITS) & (SIZE - 1)
             signs = 1 - ((drawn >> 31) & 2)

@@ -231,7 +231,7 @@ class Store:
                 memory = torch.empty(held.bytes_of(entry), dtype=torch.uint8)
                 file.seek(entry.offset)
                 if file.readinto(memory.numpy()) != len(memory):
-                    raise EOFError(f"{place} ends before {held.piece.tensor} ({entry.name})")
+                    raise EOFError(f"{place} ends before {held.tensor_slice.tensor} ({entry.name})")
                 values[entry.name] = memory.view(DTYPES[entry.dtype])
         return values
 

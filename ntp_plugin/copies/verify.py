@@ -23,10 +23,10 @@ def wrong_in(
     memory: torch.Tensor, manifest: Manifest, *, first: int = 0, until: int | None = None, since: int = 0
 ) -> list[str]:
     """The wrong values of a copy, or of some slices of it, in its bytes `since` this one."""
-    pieces = slice(first, until)
-    checked = Checked.begun(memory, manifest, pieces=pieces, since=since)
+    tensor_slices = slice(first, until)
+    checked = Checked.begun(memory, manifest, tensor_slices=tensor_slices, since=since)
     if checked is None:
-        return wrong_of(manifest, [(held, views(memory, held, since)) for held in manifest.held[pieces]])
+        return wrong_of(manifest, [(held, views(memory, held, since)) for held in manifest.held[tensor_slices]])
     return checked.wrong()
 
 
@@ -39,12 +39,12 @@ class Checked:
         memory: torch.Tensor,
         manifest: Manifest,
         *,
-        pieces: slice = slice(None),
+        tensor_slices: slice = slice(None),
         since: int = 0,
     ) -> None:
         """`memory` is the copy's bytes `since` this one."""
         layout, table = manifest.layout, manifest.layout.table
-        first, until, _ = pieces.indices(len(layout.pieces))
+        first, until, _ = tensor_slices.indices(len(layout.tensor_slices))
         self._values = slice(layout.begins[first], layout.begins[until])
         begins, sizes = layout.offsets[self._values], layout.sizes[self._values]
         if (begins < since).any() or (begins + sizes > since + len(memory)).any():
@@ -57,13 +57,13 @@ class Checked:
 
     @classmethod
     def begun(
-        cls, memory: torch.Tensor, manifest: Manifest, *, pieces: slice = slice(None), since: int = 0
+        cls, memory: torch.Tensor, manifest: Manifest, *, tensor_slices: slice = slice(None), since: int = 0
     ) -> "Checked | None":
         """Begin to verify; None if native code cannot do it."""
         native = machine()
         if native is None or not manifest.layout.is_aligned or (memory.data_ptr() - since) % _WIDEST:
             return None
-        return cls(native, memory, manifest, pieces=pieces, since=since)
+        return cls(native, memory, manifest, tensor_slices=tensor_slices, since=since)
 
     def come(self, there: int) -> None:
         """Verify what is complete, given how many bytes of the copy have arrived."""
@@ -85,19 +85,19 @@ class Checked:
         return [f"{tensor} ({name})" for tensor, name in (named[number] for number in differing)]
 
 
-def wrong_of(manifest: Manifest, pieces: Sequence[tuple[CopiedSlice, Values]]) -> list[str]:
+def wrong_of(manifest: Manifest, tensor_slices: Sequence[tuple[CopiedSlice, Values]]) -> list[str]:
     """The wrong values of several slices."""
     several = [
         digest.Values(
             tensors=[values[entry.name] for entry in held.entries],
-            runs=held.piece.runs,
+            runs=held.tensor_slice.runs,
             salts=[manifest.salt(held, entry) for entry in held.entries],
         )
-        for held, values in pieces
+        for held, values in tensor_slices
     ]
     return [
-        f"{held.piece.tensor} ({entry.name})"
-        for (held, _), numbers in zip(pieces, digest.digests_of(several), strict=True)
+        f"{held.tensor_slice.tensor} ({entry.name})"
+        for (held, _), numbers in zip(tensor_slices, digest.digests_of(several), strict=True)
         for entry, number in zip(held.entries, numbers, strict=True)
         if number != entry.digest
     ]

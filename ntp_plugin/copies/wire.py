@@ -82,7 +82,7 @@ class Server:
         run: str,
         secret: str,
         host: str,
-        told: Wrong,
+        report: Wrong,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """Listen at a free port of `host`.
@@ -95,7 +95,7 @@ class Server:
             told: Called with what was found to be wrong.
             handshake_s: The seconds that a client has for its proof.
         """
-        self._store, self._report = store, told
+        self._store, self._report = store, report
         self._socket = socket.create_server((host, 0), backlog=64)
         self.address: Address = (host, self._socket.getsockname()[1])
         self._threads: list[threading.Thread] = []
@@ -108,7 +108,7 @@ class Server:
             self._socket,
             Credentials(run=run, secret=secret),
             admit=self._begin,
-            report=told,
+            report=report,
             handshake_s=handshake_s,
         )
         self._acceptor = threading.Thread(
@@ -198,8 +198,10 @@ class Server:
         if manifest is None or held is None or _written(held) != request["written"]:
             _send_line(connection, {"gone": True})
             return
-        if not _is_within(held.piece.size, starts=wanted[0], lengths=wanted[1]):
-            raise ValueError(f"a request for elements beyond the {held.piece.size} of {held.piece.tensor}")
+        if not _is_within(held.tensor_slice.size, starts=wanted[0], lengths=wanted[1]):
+            raise ValueError(
+                f"a request for elements beyond the {held.tensor_slice.size} of {held.tensor_slice.tensor}"
+            )
         values = self._store.read(place, held)
         found = wrong(manifest, held, values)
         if found:
@@ -345,7 +347,7 @@ class Peer:
             for received in values.values():
                 _receive(connection, received.view(torch.uint8))
         if _digests(values, runs) != answer["digests"]:
-            raise PeerTrouble(f"{self} sent a part of {held.piece.tensor}, which arrived wrong")
+            raise PeerTrouble(f"{self} sent a part of {held.tensor_slice.tensor}, which arrived wrong")
         return values
 
     def give_up(self) -> None:

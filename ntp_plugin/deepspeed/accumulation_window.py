@@ -35,7 +35,7 @@ from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
-from ntp_plugin.telemetry import Committed, Teller
+from ntp_plugin.telemetry import Committed, EventWriter
 from ntp_plugin.training.stream import Stream
 
 _LOG = logging.getLogger(__name__)
@@ -58,9 +58,15 @@ class AccumulationWindow:
         *,
         rank: ElasticRank,
         loop: Loop,
-        teller: Teller,
+        event_writer: EventWriter,
     ) -> None:
-        self._engine, self._policy, self._rank, self._loop, self._teller = engine, policy, rank, loop, teller
+        self._engine, self._policy, self._rank, self._loop, self._event_writer = (
+            engine,
+            policy,
+            rank,
+            loop,
+            event_writer,
+        )
         self._topology = topology
         self._replica, self._nominal = topology.slot_of(rank.place.slot).replica, topology.dp
         self._moves_together = topology.tp > 1
@@ -121,7 +127,7 @@ class AccumulationWindow:
         if not can_follow(loader, replica=self._replica, replicas=self._nominal):
             return None
         nominal = range(self._replica * self._each, (self._replica + 1) * self._each)
-        return Stream(per_step=self._each, per_turn=len(loader), numbers=nominal)
+        return Stream(per_step=self._each, per_data_epoch=len(loader), numbers=nominal)
 
     def restart(self, step: int, numbers: Sequence[int], counted: Any = None) -> None:
         """Restart, in a recovery, from the first micro-batch of the step after `step`."""
@@ -304,12 +310,12 @@ class AccumulationWindow:
         if self._somebody_asks:
             self._somebody_asks = False
             self._report_data_epoch()
-            if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
+            if self._rank.admission_control.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a joining rank is admitted")
 
     def _report_data_epoch(self) -> None:
         assert self._followed is not None, "it was drawn from"
-        self._data_epochs.report(self._followed.stream.turn_of(self.step))
+        self._data_epochs.report(self._followed.stream.data_epoch_of(self.step))
 
     def _begin(self) -> None:
         self._before, self._drawn_from = count(self._engine), drawn_from()
@@ -392,8 +398,8 @@ class AccumulationWindow:
         self._engine.micro_steps = self.counted()["counters"]["micro_steps"] + self._each
         self._engine._is_gradient_accumulation_boundary = None
         self._before = None
-        if self._teller.is_heard:
-            self._teller.tell(
+        if self._event_writer.is_recording:
+            self._event_writer.write(
                 Committed(
                     step=self._engine.global_steps,
                     epoch=self._loop.voted_in,
@@ -444,7 +450,7 @@ class AccumulationWindow:
                 raise _Restarts
             return work()
 
-        return self._loop.driver.carry_through(attempt)
+        return self._loop.driver.run_with_recovery(attempt)
 
     def _unwound(self) -> None:
         """Reset the engine after an interrupted call, so that no part of a step remains."""
@@ -487,7 +493,7 @@ class AccumulationWindow:
 
         self.votes_on = number
         try:
-            return self._loop.driver.carry_through(attempt)
+            return self._loop.driver.run_with_recovery(attempt)
         finally:
             self.votes_on = None
 
@@ -503,7 +509,7 @@ class AccumulationWindow:
     def _words(self) -> torch.Tensor:
         numbers = self.no_words()
         numbers[_LOSS] = float(self._loss) if self.replicas.is_replica_leader else 0.0
-        if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
+        if dist.get_rank() == 0 and self._rank.admission_control.is_requested():
             numbers[_SOMEBODY_ASKS] = 1
         if self.watch is not None and self.watch.is_due(self._steps_before + 1):
             numbers[_COMPARE] = 1

@@ -83,7 +83,7 @@ def _that_can_be_edited(original: Any) -> Any:
     def make(
         backend: str | None = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if ElasticRank.is_there or not RankContext.is_told():  # another adapter's group, or our own call
+        if ElasticRank.is_there or not RankContext.is_elastic():  # another adapter's group, or our own call
             return original(backend, init_method, timeout, *args, **kwargs)
         DeepSpeedJob.now = DeepSpeedJob(backend or _default_backend(), timeout or _HALF_AN_HOUR)
         return None
@@ -121,7 +121,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_ours() -> ConfigError | Refused:
-    if not RankContext.is_told():
+    if not RankContext.is_elastic():
         return ConfigError(
             "ntp.enabled is true, and this process was not started by `ntp run`",
             way_out="ntp run takes torchrun's flags: ntp run --nproc-per-node 4 train.py ...",

@@ -152,7 +152,7 @@ class EngineCheckpoints:
             self.saved = None
             self._loaded.append(found)
             if not (place.slot or place.joining):
-                self._rank.leave_word(f"loaded {number}", found)
+                self._rank.share_with_joiners(f"loaded {number}", found)
             if self._window.copies is not None:
                 self._keep_beside_copies(place.copies / _LOADED.format(place.slot))
             return found
@@ -161,7 +161,7 @@ class EngineCheckpoints:
 
     def _given_then(self, number: int) -> Any:
         if self._before is None:
-            return self._rank.word_if_left(f"loaded {number}") or _NONE
+            return self._rank.shared_value_or_none(f"loaded {number}") or _NONE
         return self._before[number] if number < len(self._before) else _NONE
 
     def _keep_beside_copies(self, path: Path) -> None:

@@ -30,11 +30,11 @@ class DataEpochs:
         """Publish all data epochs up to this one, on the first rank; a new first rank publishes all of them again."""
         while self._reported < data_epoch and not dist.get_rank():
             self._reported += 1
-            self._rank.leave_word(_DATA_EPOCH.format(self._reported), True)
+            self._rank.share_with_joiners(_DATA_EPOCH.format(self._reported), True)
 
     def newest(self) -> int:
         """Return the newest data epoch that the job has begun."""
-        while self._rank.word_if_left(_DATA_EPOCH.format(self._newest + 1)) is not None:
+        while self._rank.shared_value_or_none(_DATA_EPOCH.format(self._newest + 1)) is not None:
             self._newest += 1
         return self._newest
 
@@ -45,10 +45,10 @@ class DataEpochs:
         data epoch then ends with the batch that the loop has drawn, which counts for nothing. Returns whether it was
         skipped."""
         stream = followed.stream
-        if stream.peek().turn >= self.newest():
+        if stream.peek().data_epoch >= self.newest():
             wait_for_admission()
         data_epoch = self.newest()
-        if stream.peek().turn >= data_epoch:
+        if stream.peek().data_epoch >= data_epoch:
             return False
         stream.restart(stream.first_step_of(data_epoch), numbers)
         followed.hand_over()

@@ -6,11 +6,11 @@ from typing import Any
 from deepspeed.runtime.zero import stage_1_and_2
 
 from ntp_plugin.deepspeed.job import DeepSpeedJob
-from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, of_recoveries
+from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, recovery_fault_points
 from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
-def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
+def report_steps(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
     """Report the fault points of the engine's calls, and of the votes in them."""
     fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
     fault_points.at(engine, "forward", "forward")
@@ -24,9 +24,9 @@ def tell(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
     fault_points.at(LaneShards, "begin_spread", "gather")
 
 
-def tell_of_recoveries(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:
+def report_recoveries(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:
     """Report the fault points of recoveries, once the driver exists."""
-    of_recoveries(driver, job.trainer, reached).at(job.loop, "roll_forward", None, "rolled")
+    recovery_fault_points(driver, job.trainer, reached).at(job.loop, "roll_forward", None, "rolled")
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
@@ -36,17 +36,17 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
     def take_engine(job: DeepSpeedJob, engine: Any, *args: Any) -> None:
         take(job, engine, *args)
         is_here(str(job.trainer.topology.slot_of(job.rank.place.slot)), job.trainer.weights)
-        tell(job, engine, reached)
+        report_steps(job, engine, reached)
         if job.rank.place.joining:
             drive = job.rank.drive
 
             def driven(trainer: Any) -> Any:
                 driver = drive(trainer)
-                tell_of_recoveries(job, driver, reached)
+                report_recoveries(job, driver, reached)
                 return driver
 
             setattr(job.rank, "drive", driven)  # noqa: B010
         else:
-            tell_of_recoveries(job, job.loop.driver, reached)
+            report_recoveries(job, job.loop.driver, reached)
 
     setattr(DeepSpeedJob, "take", take_engine)  # noqa: B010  (a plain assignment is not for methods)

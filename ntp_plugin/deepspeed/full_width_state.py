@@ -103,7 +103,7 @@ class FullWidthState:
     def replicated_state(self, of: str) -> ReplicatedState:
         """Yield what every replica holds, in the replica `of`: what is stepped, and what the optimizer keeps for it."""
         for part in parts(self._stepped(), self._engine.basic_optimizer):
-            yield part.piece.tensor, "", dataclasses.replace(part.piece, whole=of), part.values
+            yield part.tensor_slice.tensor, "", dataclasses.replace(part.tensor_slice, whole=of), part.values
 
     def compare(self, slots: tuple[int, ...], step: int) -> None:
         """Raise `StateLost` unless all members hold the same, bit for bit; all take part. Each sends the sum of its
@@ -131,15 +131,15 @@ class FullWidthState:
     def _digests(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for part in parts(self._stepped(), self._engine.basic_optimizer):
-            salts = [f"{part.piece.tensor} {name}" for name in part.values]
-            numbers = digest.digests(list(part.values.values()), part.piece.runs, salts=salts)
-            names = [f"{part.piece.tensor} ({name})" for name in part.values]
+            salts = [f"{part.tensor_slice.tensor} {name}" for name in part.values]
+            numbers = digest.digests(list(part.values.values()), part.tensor_slice.runs, salts=salts)
+            names = [f"{part.tensor_slice.tensor} ({name})" for name in part.values]
             found |= dict(zip(names, numbers, strict=True))
         return found
 
     def _stepped(self) -> list[Stepped]:
         return [
-            Stepped(parameter=parameter, pieces=((whole(self._lanes.named(name), parameter), 0),))
+            Stepped(parameter=parameter, tensor_slices=((whole(self._lanes.named(name), parameter), 0),))
             for name, parameter in self._steps()
         ]
 

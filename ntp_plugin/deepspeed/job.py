@@ -28,7 +28,7 @@ from ntp_plugin.recovery.joining import Alone
 from ntp_plugin.recovery.rank_context import RankContext
 from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
-from ntp_plugin.telemetry import Ended, Teller
+from ntp_plugin.telemetry import Ended, EventWriter
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _SEED = "the seed of masks that do not depend on the rank"
@@ -63,7 +63,7 @@ class DeepSpeedJob:
         self.rank = ElasticRank(RankContext.read(), backend=backend, timeout=timeout)
         self.trainer = EngineTrainer(self.rank)
         self.loop = Loop(self.rank.groups, UserLoop(), joiner=self.rank.place.joining)
-        self.teller: Teller | None = None
+        self.event_writer: EventWriter | None = None
         self.engine: Any = None
         self._alone = Alone()
         if self.rank.place.joining:
@@ -91,23 +91,25 @@ class DeepSpeedJob:
         # The events of an export are not part of a run's record.
         record = policy.events or (place.events if place.export is None else None)
         self._policy = policy
-        self.engine, self.teller = engine, Teller(record, str(topology.slot_of(place.slot)))
+        self.engine, self.event_writer = engine, EventWriter(record, str(topology.slot_of(place.slot)))
         self.window = AccumulationWindow(
             engine,
             policy,
             topology,
             rank=self.rank,
             loop=self.loop,
-            teller=self.teller,
+            event_writer=self.event_writer,
         )
-        self.trainer.take(engine, policy, window=self.window, loop=self.loop, teller=self.teller, topology=topology)
+        self.trainer.take(
+            engine, policy, window=self.window, loop=self.loop, event_writer=self.event_writer, topology=topology
+        )
         self.window.watch = ReplicaWatch(
             policy,
             topology,
             rank=self.rank,
             replicated_state=self.trainer.replicated_state,
             distrust=self.trainer.distrust,
-            teller=self.teller,
+            event_writer=self.event_writer,
         )
         # Not before: what is refused above must be refused before the first collective.
         self.window.seed = self._share_seed()
@@ -120,12 +122,12 @@ class DeepSpeedJob:
 
     def _export(self, folder: Path) -> NoReturn:
         """Write the export, which is all that this process is for; the rest of the user's script is about training."""
-        assert self.teller is not None and self.loop.driver is not None, "there is an engine, and nobody joins"
+        assert self.event_writer is not None and self.loop.driver is not None, "there is an engine, and nobody joins"
         engine = self.engine
         save = functools.partial(type(engine).save_checkpoint, engine, str(folder))  # not ours: no section
-        exporting.write(save, self.loop.driver, folder, step=engine.global_steps, teller=self.teller)
+        exporting.write(save, self.loop.driver, folder, step=engine.global_steps, event_writer=self.event_writer)
         self.rank.beat()
-        self._end_together(self.loop.driver, self.teller)
+        self._end_together(self.loop.driver, self.event_writer)
         sys.exit(0)
 
     def _require_same_settings(self, engine: Any, policy: TrainingPolicy, topology: Topology) -> None:
@@ -133,17 +135,17 @@ class DeepSpeedJob:
         settings = fingerprints.settings(engine._config._param_dict, policy)
         whole = Fingerprint(sections={**settings.sections, **fingerprints.model(engine, slot)})
         same_settings.require_same(self.rank, whole, leaves=slot.replica == 0)
-        self.rank.trains_by(settings.digest)
+        self.rank.share_settings(settings.digest)
 
     def _share_seed(self) -> int:
         """Return the first rank's own seed, for masks that do not depend on the rank."""
         if self.rank.place.joining:
-            known: int = self.rank.word(_SEED)
+            known: int = self.rank.shared_value(_SEED)
             return known
         seed = [torch.initial_seed()]
         dist.broadcast_object_list(seed, src=0)
         if not self.rank.place.slot:
-            self.rank.leave_word(_SEED, seed[0])
+            self.rank.share_with_joiners(_SEED, seed[0])
         return seed[0]
 
     def _wait_for_admission(self) -> None:
@@ -154,11 +156,11 @@ class DeepSpeedJob:
         self.rank.beat()
         same_settings.require_same(self.rank, data, leaves=slot.replica == 0)
         if self.rank.place.joining:
-            self.rank.wait_to_be_let_in(self.trainer.together())
+            self.rank.wait_for_admission(self.trainer.together())
 
     def _begin(self) -> None:
         """Begin the job at the first forward; from here on it survives losses, and a joining rank takes part."""
-        assert self.teller is not None, "there is an engine"
+        assert self.event_writer is not None, "there is an engine"
         place, topology = self.rank.place, self.trainer.topology
         each = self.engine.gradient_accumulation_steps()
         if place.joining:
@@ -166,24 +168,24 @@ class DeepSpeedJob:
             self._alone.over = True
             self.rank.watch()
         framework = {"deepspeed": deepspeed.__version__}
-        self.teller.tell(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
+        self.event_writer.write(place.beginning(self._policy, topology, micro_batches=each, framework=framework))
 
     def end(self) -> None:
         """End together with all other ranks; without an engine this process was never part of a training job."""
-        if self.teller is None:
+        if self.event_writer is None:
             self.let_go()
             return
         self.window.end()
         assert self.loop.driver is not None, "it has begun"
         self.loop.driver.at_the_end(self.window.compare)
-        self._end_together(self.loop.driver, self.teller)
+        self._end_together(self.loop.driver, self.event_writer)
 
-    def _end_together(self, driver: Driver, teller: Teller) -> None:
+    def _end_together(self, driver: Driver, event_writer: EventWriter) -> None:
         driver.finish()
         if self.trainer.copies is not None:
             self.trainer.copies.close()
-        teller.tell(Ended())
-        teller.close()
+        event_writer.write(Ended())
+        event_writer.close()
         self.let_go()
 
     def let_go_of_the_group(self) -> None:

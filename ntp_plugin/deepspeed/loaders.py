@@ -46,10 +46,10 @@ class Followed:
     def begin_data_epoch(self, loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator through one data epoch."""
         begun = self._data_epochs_begun
-        if begun and self.stream.peek().turn < begun and self._drawn_since == self.stream.restarts:
+        if begun and self.stream.peek().data_epoch < begun and self._drawn_since == self.stream.restarts:
             raise Refused(
                 f"the loop left its loader in data epoch {begun - 1}, after {self.stream.peek().index} of"
-                f" {self.stream.per_turn} micro-batches",
+                f" {self.stream.per_data_epoch} micro-batches",
                 way_out="let it go to the end of the loader; a smaller data set makes data epochs shorter",
             )
         self._data_epochs_begun, self._between = begun + 1, False
@@ -75,25 +75,25 @@ class Followed:
             return original(like)
 
     def _indices(self, one: MicroBatch, loader: Any) -> list[int]:
-        if (one.turn, one.replica) not in self._orders:
-            self._orders = {of: order for of, order in self._orders.items() if of[0] >= one.turn - 1}
+        if (one.data_epoch, one.replica) not in self._orders:
+            self._orders = {of: order for of, order in self._orders.items() if of[0] >= one.data_epoch - 1}
             other = copy.copy(self.sampler)
             # A data epoch that this process has not begun counts as the newest, which is right if nobody sets epochs.
-            other.rank, other.epoch = one.replica, self._epochs[min(one.turn, len(self._epochs) - 1)]
-            self._orders[one.turn, one.replica] = list(other)
+            other.rank, other.epoch = one.replica, self._epochs[min(one.data_epoch, len(self._epochs) - 1)]
+            self._orders[one.data_epoch, one.replica] = list(other)
         size = loader.batch_size
-        return self._orders[one.turn, one.replica][one.index * size : (one.index + 1) * size]
+        return self._orders[one.data_epoch, one.replica][one.index * size : (one.index + 1) * size]
 
     @property
     def is_where_the_stream_is(self) -> bool:
         """False if the loop is past a data epoch that ended long ago; True within one, or where the next one begins."""
         ahead = self.stream.peek()
-        return not self._between or (ahead.turn, ahead.index) == (self._data_epochs_begun, 0)
+        return not self._between or (ahead.data_epoch, ahead.index) == (self._data_epochs_begun, 0)
 
     @property
     def has_begun_the_data_epoch(self) -> bool:
         """Whether the loop has begun the data epoch in which the step begins."""
-        return self.stream.turn_of(self.stream.step) < self._data_epochs_begun
+        return self.stream.data_epoch_of(self.stream.step) < self._data_epochs_begun
 
     # ------------------------------------------------ called by the engine
 
@@ -131,7 +131,7 @@ class _DataEpochIterator:
         if self._restarts != stream.restarts:
             self._restarts = stream.restarts
             self._batches = self._prepare(self._data_epoch, again=True)
-        if stream.peek().turn > self._data_epoch:
+        if stream.peek().data_epoch > self._data_epoch:
             self._followed.ended()
             raise StopIteration
         batch = next(self._batches)

@@ -37,7 +37,7 @@ from ntp_plugin.recovery.job_copies import JobCopies, WhoTrains
 from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.resharding.rebuild import WEIGHT
-from ntp_plugin.telemetry import Recovered, Teller
+from ntp_plugin.telemetry import EventWriter, Recovered
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class EngineTrainer:
         self._engine: Any = None
         self._window: AccumulationWindow
         self._loop: Loop
-        self._teller: Teller
+        self._event_writer: EventWriter
         self.topology: Topology
         self._replicas: CutReplicas | FullWidthReplicas
         self._state: FullWidthState
@@ -99,11 +99,11 @@ class EngineTrainer:
         *,
         window: AccumulationWindow,
         loop: Loop,
-        teller: Teller,
+        event_writer: EventWriter,
         topology: Topology,
     ) -> None:
         """Take the engine; all founders take part."""
-        self._window, self._loop, self._teller, self.topology = window, loop, teller, topology
+        self._window, self._loop, self._event_writer, self.topology = window, loop, event_writer, topology
         if engine.autotp_size() > 1:
             self._replicas = CutReplicas(engine, policy, topology, rank=self._rank, joiner=self._joiner)
         else:
@@ -136,7 +136,7 @@ class EngineTrainer:
             rank=self._rank,
             carried=self._how_far,
             steps=self._window.step,
-            teller=self._teller,
+            event_writer=self._event_writer,
         )
         self._window.copies = self.copies
         if not self._joiner:
@@ -167,7 +167,7 @@ class EngineTrainer:
         """Yield what this slot holds of the model."""
         replicas = self._replicas
         for name, values in self._engine.module.named_parameters():
-            yield Weight(piece=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
+            yield Weight(tensor_slice=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
 
     def replicated_state(self) -> ReplicatedState:
         """Yield what every replica holds: with ZeRO only the weights."""
@@ -316,12 +316,12 @@ class EngineTrainer:
     def _record_recovery(self, agreed: Agreed) -> None:
         slots, everybody, shares = set(agreed.view.slots), range(self.topology.size), self._replicas.shares
         named = {slot: str(self.topology.slot_of(slot)) for slot in everybody}
-        seconds, phases = self._rank.walked()
+        seconds, phases = self._rank.recovery_times()
         if self._engine.monitor.enabled and not dist.get_rank():
             numbers = {"NTP/ranks": len(slots), "NTP/epoch": agreed.view.epoch, "NTP/recovery_s": seconds}
             samples = self._window.counted()["counters"]["global_samples"]
             self._engine.monitor.write_events([(name, value, samples) for name, value in numbers.items()])
-        self._teller.tell(
+        self._event_writer.write(
             Recovered(
                 epoch=agreed.view.epoch,
                 seconds=seconds,

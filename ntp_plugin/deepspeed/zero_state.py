@@ -60,7 +60,7 @@ class ZeroState:
         return [
             Stepped(
                 parameter=shard.values,
-                pieces=tuple(
+                tensor_slices=tuple(
                     (dataclasses.replace(self._part(parameter), start=start, stop=stop), at)
                     for parameter, start, stop, at in shard.overlaps()
                 ),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ReconfigureOptions
 
-from ntp_plugin.groups.substitute_backend import BackendType, nobody_in_the_place_of
-from ntp_plugin.groups.waits import BreakableWaits
+from ntp_plugin.groups.substitute_backend import BackendType, fake_backend_for
+from ntp_plugin.groups.waits import InterruptibleWaits
 
 _CPU = torch.device("cpu")
 _FIRST_FRESH_TYPE = 16
@@ -34,7 +34,7 @@ class GlooBackend:
         store: Any,
         timeout: timedelta,
         *,
-        waits: BreakableWaits,
+        waits: InterruptibleWaits,
         default: bool = True,
     ) -> None:
         """`default`: the group's rank, size and barrier are this backend's."""
@@ -57,7 +57,7 @@ class GlooBackend:
         self._waits.forget(self)
         return replaced
 
-    def reach(self) -> str:
+    def address(self) -> str:
         """The address by which others connect to this process in the next epoch."""
         return str(self._backend.get_reconfigure_handle())
 
@@ -72,7 +72,7 @@ class GlooBackend:
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
         """Replace this backend by a fake one, which answers for the other members, until the context ends."""
         default = self._default
-        return nobody_in_the_place_of(self._handle, self._kind, _CPU, rank=rank, size=size, default=default)
+        return fake_backend_for(self._handle, self._kind, _CPU, rank=rank, size=size, default=default)
 
     @property
     def _kind(self) -> BackendType:

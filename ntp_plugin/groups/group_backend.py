@@ -14,7 +14,7 @@ class GroupBackend(Protocol):
     def ready(self, rank: int, members: Sequence[int]) -> bool:
         """Prepare for an edit after an interrupt; return True if the backend had to be replaced."""
 
-    def reach(self) -> str:
+    def address(self) -> str:
         """The address by which others connect to this process in the next epoch."""
 
     def edit(self, uuid: int, handles: list[str], timeout_s: float) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, ReconfigureOptions
 
-from ntp_plugin.groups.substitute_backend import BackendType, nobody_in_the_place_of
+from ntp_plugin.groups.substitute_backend import BackendType, fake_backend_for
 
 _CUDA = torch.device("cuda")
 CONNECT_S = 30.0
@@ -54,7 +54,7 @@ class NcclBackend:
         """Return False: after an interrupt nothing runs any more."""
         return False
 
-    def break_out(self) -> None:
+    def interrupt(self) -> None:
         """Revoke the communicator, from any thread."""
         self._backend.abort()
 
@@ -63,7 +63,7 @@ class NcclBackend:
         torch.cuda.synchronize(self._device)
         return False
 
-    def reach(self) -> str:
+    def address(self) -> str:
         """The address by which others connect to this process in the next epoch."""
         return str(self._backend.get_reconfigure_handle())
 
@@ -81,4 +81,4 @@ class NcclBackend:
 
     def alone(self, rank: int, size: int) -> AbstractContextManager[None]:
         """Replace this backend by a fake one, which answers for the other members, until the context ends."""
-        return nobody_in_the_place_of(self._handle, BackendType.NCCL, _CUDA, rank=rank, size=size, default=True)
+        return fake_backend_for(self._handle, BackendType.NCCL, _CUDA, rank=rank, size=size, default=True)

@@ -3,7 +3,7 @@
 torch 2.15 edits a group in place (`ProcessGroup.reconfigure`). `ElasticGroups` registers every group at the one place
 where all are made, and can then
 
-    break_out   interrupt whatever this process waits for in any group
+    interrupt   interrupt whatever this process waits for in any group
     offer       return the addresses by which others connect to this process in the next epoch
     regroup     edit all groups at once to the members of a view
     make_lanes  make groups that live until the next regroup, unless they exist already
@@ -42,9 +42,9 @@ from ntp_plugin.groups.group_backend import GroupBackend
 from ntp_plugin.groups.nccl_backend import NcclBackend, device_of
 from ntp_plugin.groups.nccl_requirements import require_nccl
 from ntp_plugin.groups.operations import POINT_TO_POINT, WAIT_WHOLE, Operations, kind_of_device
-from ntp_plugin.groups.rendezvous_store import MeetingStore
+from ntp_plugin.groups.rendezvous_store import RendezvousStore
 from ntp_plugin.groups.sockets import Connections
-from ntp_plugin.groups.waits import BreakableWaits, Manner
+from ntp_plugin.groups.waits import InterruptibleWaits, Manner
 from ntp_plugin.membership.wait_progress import CollectiveWait, Movement
 
 _GROUPS_IN_AN_EPOCH = 10_000
@@ -107,7 +107,7 @@ class ElasticGroups:
         self._lanes: list[_Group] = []
         self._lanes_made = 0
         self._put_aside: list[_Group] = []
-        self._waits = BreakableWaits()
+        self._waits = InterruptibleWaits()
         self._operations = Operations()
         self._connections = Connections()
         """The connections of gloo."""
@@ -117,7 +117,7 @@ class ElasticGroups:
         self._device: torch.device | None = None
         self._of_world: tuple[Any, frozenset[str], timedelta] | None = None
         """Backend of the world as requested from torch, its kinds, and its time limit: lanes are made alike."""
-        self._meeting: MeetingStore | None = None
+        self._meeting: RendezvousStore | None = None
         """Referenced here, because torch's side of a store does not keep Python's alive."""
 
     # ------------------------------------------------ seeing groups being made
@@ -153,7 +153,7 @@ class ElasticGroups:
             self._device = self._device or device_of(options.get("device_id"))
             options["device_id"] = None  # with it torch would split groups off the world, which needs all its ranks
         if not ranks:  # the world; torch derives the stores of all other groups from its store
-            store = self._meeting = MeetingStore(store, self.check)
+            store = self._meeting = RendezvousStore(store, self.check)
         with self._connections.made_here():
             handle, store = self._make_group(size, rank, ranks, backend, store, *args, **options)
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
@@ -190,7 +190,7 @@ class ElasticGroups:
         """Make the first edit of a group that was made unconnected; its members meet in its store."""
         rank, size = group.members.index(self.slot), len(group.members)
         for kind, backend in group.backends().items():
-            store.set(f"ntp/{kind}/{rank}", backend.reach())
+            store.set(f"ntp/{kind}/{rank}", backend.address())
             handles = [store.get(f"ntp/{kind}/{other}").decode() for other in range(size)]
             backend.edit(self.epoch, handles, timeout.total_seconds())
 
@@ -213,7 +213,7 @@ class ElasticGroups:
 
     # ------------------------------------------------ leaving, and coming together again
 
-    def break_out(self, epoch: int) -> int:
+    def interrupt(self, epoch: int) -> int:
         """Interrupt whatever this process waits for, on the way to `epoch`; from any thread, once per epoch.
 
         Returns the number of gloo's connections that were broken: none if that epoch, or a later one, is reached
@@ -223,7 +223,7 @@ class ElasticGroups:
             if epoch <= max(self.epoch, self._broken_for):
                 return 0
             self._broken_for = epoch
-            self._waits.begin_break_out()
+            self._waits.begin_interrupt()
             self._revoke()
             return self._connections.shut()
 
@@ -246,37 +246,37 @@ class ElasticGroups:
                 f"NCCL broke off in {sum(failed)} of {len(failed)} groups, and no rank is known to be lost"
             )
 
-    def offer(self) -> dict[str, str]:
+    def addresses(self) -> dict[str, str]:
         """Return the address of this process per backend and group. Replaces gloo backends with a lost operation."""
         while any(backend.busy() for backend in self._backends()) and not self._waits.given_up():
             time.sleep(0.002)
         self._drop_lanes()
         self._groups = [group for group in self._groups if group.handle in c10d._world.pg_map]  # others were destroyed
-        offer = {}
+        addresses = {}
         for group in self._groups:
             for kind, backend in group.backends().items():
                 self.replaced += backend.ready(group.members.index(self.slot), group.members)
-                offer[f"{kind}/{group.handle.group_name}"] = backend.reach()
-        return offer
+                addresses[f"{kind}/{group.handle.group_name}"] = backend.address()
+        return addresses
 
-    def unmatched(self, offers: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
+    def unmatched(self, addresses_by_slot: Mapping[int, Mapping[str, str]]) -> dict[int, list[str]]:
         """Slot -> this process's groups with it that it did not make, because it ran other code before it joined."""
         unmatched: dict[int, list[str]] = {}
         for group in self._groups:
             name = group.handle.group_name
-            for slot in offers.keys() & set(group.slots):
-                if not all(f"{kind}/{name}" in offers[slot] for kind in group.backends()):
+            for slot in addresses_by_slot.keys() & set(group.slots):
+                if not all(f"{kind}/{name}" in addresses_by_slot[slot] for kind in group.backends()):
                     unmatched.setdefault(slot, []).append(name)
         return unmatched
 
-    def regroup(self, epoch: int, offers: Mapping[int, Mapping[str, str]], *, timeout_s: float) -> None:
+    def regroup(self, epoch: int, addresses_by_slot: Mapping[int, Mapping[str, str]], *, timeout_s: float) -> None:
         """Edit all groups to the slots of `offers`; every member calls this with the same offers."""
-        members = tuple(sorted(offers))
+        members = tuple(sorted(addresses_by_slot))
         ranks = {slot: rank for rank, slot in enumerate(members)}
         with self._lock:
             self.epoch, self.members, self._lanes_made, self._joining = epoch, members, 0, False
             if self._broken_for <= epoch:
-                self._waits.end_break_out()
+                self._waits.end_interrupt()
         with self._connections.made_here(instead=True):
             for group in self._groups:
                 group.members = tuple(slot for slot in group.slots if slot in ranks)
@@ -284,7 +284,7 @@ class ElasticGroups:
                 if group.nccl is None and group.connected == group.members == (self.slot,):  # still alone
                     continue
                 for kind, backend in group.backends().items():
-                    handles = [offers[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
+                    handles = [addresses_by_slot[slot][f"{kind}/{group.handle.group_name}"] for slot in group.members]
                     backend.edit(epoch, handles, timeout_s)
                 group.connected = group.members
         # Torch names groups by a counter, and a joining rank has not made groups that the others had dropped.
@@ -308,7 +308,9 @@ class ElasticGroups:
         lanes = {index: self._make_lane(index, slots) for index, slots in wanted.items() if index not in there}
         self._lanes = [*self._lanes, *lanes.values()]
         mine = {
-            (index, kind): backend.reach() for index, lane in lanes.items() for kind, backend in lane.backends().items()
+            (index, kind): backend.address()
+            for index, lane in lanes.items()
+            for kind, backend in lane.backends().items()
         }
         addresses: list[dict[tuple[int, str], str]] = [{}] * len(self.members)
         dist.all_gather_object(addresses, mine)
@@ -379,7 +381,7 @@ class ElasticGroups:
     def _revoke(self) -> None:
         for group in (*self._groups, *self._lanes):
             if group.nccl is not None:
-                group.nccl.break_out()
+                group.nccl.interrupt()
 
     def _backends(self) -> list[GroupBackend]:
         return [backend for group in (*self._groups, *self._lanes) for backend in group.backends().values()]

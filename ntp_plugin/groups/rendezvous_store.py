@@ -25,7 +25,7 @@ _ADDRESS = "/reconfigure/"
 """Part of the keys of all addresses, and of no others."""
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """Wraps a store; a wait in it calls `check` between two polls, which may raise."""
 
     def __init__(self, inner: Store, check: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ _NOBODY = BackendType(15)
 
 
 @contextlib.contextmanager
-def nobody_in_the_place_of(
+def fake_backend_for(
     group: dist.ProcessGroup, kind: BackendType, device: torch.device, *, rank: int, size: int, default: bool
 ) -> Iterator[None]:
     """Replace the backend of this kind and device; with `default` also the one of the group's rank and size."""

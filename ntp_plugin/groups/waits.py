@@ -55,7 +55,7 @@ class Manner:
     """The backend whose thread an operation occupies until it is over."""
 
 
-class BreakableWaits:
+class InterruptibleWaits:
     """Interruptible waits on the works of registered groups."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class BreakableWaits:
         """Return the times that the heartbeat reports for these waits."""
         return self._collective_wait.movement()
 
-    def begin_break_out(self) -> None:
+    def begin_interrupt(self) -> None:
         """From now on waits abandon operations that gloo does not end within the grace time."""
         self._give_up_at, self._slice = time.monotonic() + GRACE_S, timedelta(seconds=_SHORTEST_S)
 
@@ -127,7 +127,7 @@ class BreakableWaits:
         """Return True if operations that gloo has not ended by now count as lost; always without an interrupt."""
         return self._give_up_at is None or time.monotonic() > self._give_up_at
 
-    def end_break_out(self) -> None:
+    def end_interrupt(self) -> None:
         """Return to normal waits: the groups are edited."""
         self._give_up_at, self._slice = None, timedelta(seconds=_LONGEST_S)
 

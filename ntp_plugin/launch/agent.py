@@ -427,7 +427,7 @@ class TolerantAgent(LocalElasticAgent):
             _say(f"slot {member_id.slot} (pid {pid}) is ended: {verdict.reason}")
         else:
             _say(f"slot {member_id.slot} is lost: {verdict.reason}")
-            self._recording.tell(RankLost(number=member_id.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
+            self._recording.write(RankLost(number=member_id.slot, pid=pid, kind=verdict.kind, reason=verdict.reason))
         with self._lock:
             self._lost.add(member_id.slot)
 
@@ -437,11 +437,11 @@ class TolerantAgent(LocalElasticAgent):
             f"all {waiting} ranks have waited for each other for {seconds:g} s, so none counts as lost: they are in"
             " collectives that do not match, which end by torch's timeout (py-spy dump --pid PID shows where)"
         )
-        self._recording.tell(Hung(waiting=waiting, seconds=seconds))
+        self._recording.write(Hung(waiting=waiting, seconds=seconds))
 
     def _report_restored(self, key: str, what: str) -> None:
         _say(what)
-        self._recording.tell(KeyRestored(key=key, what=what))
+        self._recording.write(KeyRestored(key=key, what=what))
 
     def _respawn(self, worker_group: WorkerGroup) -> None:
         with self._lock:

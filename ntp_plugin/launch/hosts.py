@@ -27,7 +27,15 @@ from typing import Any
 
 from ntp_plugin.errors import Excluded
 from ntp_plugin.launch.reachability import Address, RefusingEndpoint, unreachable
-from ntp_plugin.membership.failure_detector import Pulse, RankFailure, Standstill, Thresholds, heard, hung, judge
+from ntp_plugin.membership.failure_detector import (
+    Pulse,
+    RankFailure,
+    Standstill,
+    Thresholds,
+    after_heartbeat,
+    hung,
+    judge,
+)
 from ntp_plugin.membership.protocol import View
 from ntp_plugin.membership.store import TorchStore
 
@@ -131,7 +139,7 @@ class Hosts:
             asked_at, count = self._clock(), self._store.count(f"beat/{host}")
             answered_at, pulse = self._clock(), self._pulses.get(host, Pulse(started_at=asked_at))
             if count != self._counts.get(host, 0):
-                pulse = heard(pulse, now=answered_at, moved_at=answered_at)
+                pulse = after_heartbeat(pulse, now=answered_at, moved_at=answered_at)
             self._pulses[host], self._counts[host] = pulse, count
             silence = asked_at - (pulse.heartbeat_at or pulse.started_at)
             limit = self._thresholds.host_s if pulse.heartbeat_at else self._thresholds.start_s

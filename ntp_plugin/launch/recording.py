@@ -15,7 +15,7 @@ from pathlib import Path
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.records import new_record
 from ntp_plugin.launch.run_folder import RunFolder
-from ntp_plugin.telemetry import Event, Teller, events_file
+from ntp_plugin.telemetry import Event, EventWriter, events_file
 from ntp_plugin.telemetry.wandb_sink import passed_to_workers
 
 _PATIENCE_S = 60.0
@@ -101,16 +101,16 @@ class Underway:
         log: Callable[[str], None],
     ) -> None:
         self.passed_to_workers = passed_to_workers
-        self._teller, self._relay, self._log = Teller(events, f"host{host}"), relay, log
+        self._event_writer, self._relay, self._log = EventWriter(events, f"host{host}"), relay, log
         self._events, self._own = events, own
 
-    def tell(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Write an event that the supervisor of this host has seen."""
-        self._teller.tell(event)
+        self._event_writer.write(event)
 
     def end(self) -> None:
         """Close the record and the relay, once the job is over on this host."""
-        self._teller.close()
+        self._event_writer.close()
         self._end_relay()
         if self._own is not None and self._events is not None:
             if self._events.exists() and not self._events.stat().st_size:  # the script does not use the plugin

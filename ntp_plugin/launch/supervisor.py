@@ -25,12 +25,12 @@ from ntp_plugin.membership.failure_detector import (
     Pulse,
     RankFailure,
     Thresholds,
-    answered,
-    gone,
-    heard,
+    after_heartbeat,
+    after_stop_query,
+    find_lost,
     hung,
     is_done,
-    is_to_be_asked_about,
+    is_stop_query_due,
     judge,
     left_over,
     standstill,
@@ -224,7 +224,7 @@ class Supervisor:
         if beat.count != worker.beats:
             worker.beats = beat.count
             self.has_heard_heartbeats = True
-            worker.pulse = heard(
+            worker.pulse = after_heartbeat(
                 worker.pulse,
                 now=now,
                 moved_at=beat.moved_at,
@@ -232,8 +232,8 @@ class Supervisor:
                 done=beat.done,
                 leaving=beat.leaving,
             )
-        if is_to_be_asked_about(worker.pulse, self._thresholds, now=now):
-            worker.pulse = answered(worker.pulse, self._thresholds, now=now, stopped=_is_stopped(worker.pid))
+        if is_stop_query_due(worker.pulse, self._thresholds, now=now):
+            worker.pulse = after_stop_query(worker.pulse, self._thresholds, now=now, stopped=_is_stopped(worker.pid))
 
     def _look(self, workers: Mapping[int, _Worker], now: float) -> None:
         """Find lost ranks, publish the view without them, announce its epoch to the ranks, and report the losses."""
@@ -285,7 +285,7 @@ class Supervisor:
                 verdict.slot: verdict
                 for verdict in left_over(pulses, joined, self._thresholds, over_for=self._over_for(now))
             }
-        found = gone(pulses, self._thresholds, now=now)
+        found = find_lost(pulses, self._thresholds, now=now)
         # A joining rank delays no other, and no other waits for it: not while it imports, nor while it asks to join.
         members = {slot: worker.pulse for slot, worker in workers.items() if worker.member_id in self.view.member_ids}
         still = standstill(members, self._thresholds) if self._may_judge(now) else None

@@ -128,7 +128,7 @@ def _with_layout(original: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
-        if policy.enabled and not policy.lost and RankContext.is_told():
+        if policy.enabled and not policy.lost and RankContext.is_elastic():
             from ntp_plugin.megatron.live import start  # noqa: PLC0415  (it imports the rest of Megatron)
 
             refuse_live(args, policy)

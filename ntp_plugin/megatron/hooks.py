@@ -66,7 +66,7 @@ def _groups(layout: Layout) -> tuple[Replacement, ...]:
     """Return the hooks that decide who is in a group."""
     ranks = Offer(
         function="megatron.core.parallel_state:set_rank_lists",
-        told=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
+        arguments=(layout.without_lost, layout.topology.size, layout.topology.dp, layout.slot.replica),
     )
     return (
         Replacement(
@@ -86,7 +86,9 @@ def _groups(layout: Layout) -> tuple[Replacement, ...]:
 
 def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
     """Return the hooks that set how wide a layer is, and its initial weights."""
-    rows = Offer(function="megatron.core.tensor_parallel.utils:set_vocab_range", told=(layers.vocabulary_range(None),))
+    rows = Offer(
+        function="megatron.core.tensor_parallel.utils:set_vocab_range", arguments=(layers.vocabulary_range(None),)
+    )
     return (
         Replacement(
             target="megatron.core.transformer.attention:SelfAttention.__init__",
@@ -129,7 +131,7 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
 
 def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
     """Return the hooks for gradients, and their norm."""
-    norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", told=(sync.agreed_norm,))
+    norm = Offer(function="megatron.core.optimizer.clip_grads:set_norm_agreement", arguments=(sync.agreed_norm,))
     return (
         Replacement(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -185,7 +187,9 @@ def _stages(pipeline: Pipeline) -> tuple[Replacement, ...]:
 
 def _batch(share: BatchShare) -> tuple[Replacement, ...]:
     """Return the hooks that decide how many micro-batches a replica runs, and of which samples."""
-    sampler = Offer(function="megatron.training.datasets.data_samplers:set_training_sampler", told=(share.samples,))
+    sampler = Offer(
+        function="megatron.training.datasets.data_samplers:set_training_sampler", arguments=(share.samples,)
+    )
     return (
         Replacement(
             target=f"{_TRAINING}:get_forward_backward_func",

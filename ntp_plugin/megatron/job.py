@@ -87,7 +87,7 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
         state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
         hardware=Hardware(),
         policy=_without_copies(policy),
-        pieces=together,
+        splits=together,
         guard=None if policy.gpu_memory_gb is None else _guard(args, policy.gpu_memory_gb * 1e9),
     )
 

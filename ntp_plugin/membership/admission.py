@@ -38,7 +38,7 @@ def _has_come(epoch: int, slot: int) -> str:
     return f"come/{epoch}/{slot}"
 
 
-def wait_to_be_let_in(
+def wait_for_admission(
     store: KeyStore, first: View, *, slot: int, together: Collection[int] = (), settings: str = ""
 ) -> None:
     """Ask for admission as a joining rank, again in each epoch, until a member grants it.
@@ -97,7 +97,7 @@ class AdmissionControl:
         self.settings = ""
         """Digest of the settings that the job trains by; requests under another digest are ignored."""
 
-    def somebody_asks(self) -> bool:
+    def is_requested(self) -> bool:
         """Return True if the latest check found a request."""
         now = self._now()
         if now < self._looks_at:

@@ -89,17 +89,17 @@ class Agreement:
         """Return True if this member must agree again before it trains on."""
         return self._store.present([protocol.view_key(self.member.view.epoch + 1)])
 
-    def go_on_without(self, slots: Iterable[int]) -> None:
+    def propose_without(self, slots: Iterable[int]) -> None:
         """Propose a new epoch without some members; without an empty set, if this member could not begin."""
         following = protocol.without(self.member.view, slots)
         self._store.create(protocol.view_key(following.epoch), following.encode())
 
-    def everybody_is_done(self, poll: Callable[[], None] = lambda: None) -> bool:
+    def all_are_done(self, poll: Callable[[], None] = lambda: None) -> bool:
         """Report that this member is done, and wait for the others; False if a newer view must agree first. `poll` is
         called in each iteration of the wait."""
         return self._meet(protocol.finish, protocol.done_of(self.member.view, self._fan), poll)
 
-    def everybody_has_come(self, poll: Callable[[], None] = lambda: None) -> bool:
+    def all_have_arrived(self, poll: Callable[[], None] = lambda: None) -> bool:
         """Report that this member has come to the end of its work, and wait for the others, however long their scripts
         take; False if a newer view must agree first. `poll` is called in each iteration of the wait."""
         return self._meet(protocol.arrive, protocol.arrived_of(self.member.view, self._fan), poll)
@@ -237,4 +237,4 @@ class Agreement:
         _LOG.warning(
             "epoch %d: slots %s evicted: no %s within %g s", epoch, ", ".join(map(str, late)), awaited.kind, timeout_s
         )
-        self.go_on_without(late)
+        self.propose_without(late)

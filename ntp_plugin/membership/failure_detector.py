@@ -134,7 +134,7 @@ class RankFailure:
     reason: str
 
 
-def heard(
+def after_heartbeat(
     pulse: Pulse,
     *,
     now: float,
@@ -149,12 +149,12 @@ def heard(
     )
 
 
-def is_to_be_asked_about(pulse: Pulse, thresholds: Thresholds, *, now: float) -> bool:
+def is_stop_query_due(pulse: Pulse, thresholds: Thresholds, *, now: float) -> bool:
     """Return True if the system should be asked again whether the process is stopped; while it is, each time."""
     return pulse.ended is None and (pulse.stopped or now - pulse.asked_at >= thresholds.frozen_s / _ASKED_IN_FROZEN_S)
 
 
-def answered(pulse: Pulse, thresholds: Thresholds, *, now: float, stopped: bool) -> Pulse:
+def after_stop_query(pulse: Pulse, thresholds: Thresholds, *, now: float, stopped: bool) -> Pulse:
     """Update a pulse after the system has answered. A late query says nothing about the time before it."""
     ran_at = pulse.ran_at if stopped else now
     if stopped and not pulse.stopped:
@@ -178,7 +178,7 @@ class Standstill:
     """Hosts that this one cannot connect to."""
 
 
-def gone(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
+def find_lost(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
     """Find the ranks of a host that are lost by their own proof, ascending by slot."""
     found = [_judge_alone(slot, pulse, thresholds, now) for slot, pulse in sorted(pulses.items())]
     return [failure for failure in found if failure is not None]

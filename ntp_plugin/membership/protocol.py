@@ -89,7 +89,7 @@ class Report:
     prepared: bool = False
     vote: int = 0
     joiner: bool = False
-    offer: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    addresses: Mapping[str, str] = dataclasses.field(default_factory=dict)
     held: str = ""
 
     def encode(self) -> str:

@@ -37,7 +37,7 @@ from ntp_plugin.recovery.driver import Driver
 from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.rank_context import RankContext
 from ntp_plugin.recovery.replica_comparison import ReplicaWatch
-from ntp_plugin.telemetry import Teller
+from ntp_plugin.telemetry import EventWriter
 
 
 class ElasticJob:
@@ -76,7 +76,7 @@ class ElasticJob:
             self._watch.look(self._trainer.applied)
             return self._trainer.step()
 
-        return self._driver.carry_through(attempt)
+        return self._driver.run_with_recovery(attempt)
 
     def compare(self) -> None:
         """Compare the replicas before the script writes a checkpoint. All ranks call it after the same step.
@@ -84,13 +84,13 @@ class ElasticJob:
         Raises:
             SilentCorruption: Replicas hold different bits of replicated state.
         """
-        epoch = self._driver.heading_for
+        epoch = self._driver.target_epoch
 
         def attempt() -> None:
-            if self._driver.heading_for == epoch:  # after a recovery, which has compared them already
+            if self._driver.target_epoch == epoch:  # after a recovery, which has compared them already
                 self._compare()
 
-        self._driver.carry_through(attempt)
+        self._driver.run_with_recovery(attempt)
 
     def _compare(self) -> None:
         self._watch.before_it_counts(self._trainer.applied)
@@ -279,7 +279,7 @@ def _watch(
         rank=rank,
         replicated_state=trainer.replicated_state,
         distrust=lambda _: None,  # there are no copies to distrust
-        teller=Teller(None, str(topology.slot_of(rank.place.slot))),
+        event_writer=EventWriter(None, str(topology.slot_of(rank.place.slot))),
     )
     trainer.not_finite = lambda: watch.not_finite(trainer.applied)
     return watch

@@ -36,17 +36,17 @@ class ReplicaPace:
     """The speed of a replica: `ns` for each of the `splits` that it splits a nominal micro-batch into."""
 
     ns: int
-    pieces: int = 1
+    splits: int = 1
 
     def step_ns(self, micro_batches: int, stages: int) -> int:
-        return (micro_batches * self.pieces + stages - 1) * self.ns if micro_batches else 0
+        return (micro_batches * self.splits + stages - 1) * self.ns if micro_batches else 0
 
-    def cut(self, pieces: int) -> "ReplicaPace":
+    def cut(self, splits: int) -> "ReplicaPace":
         """The same replica, with each split divided into so many smaller ones."""
-        return ReplicaPace(ns=-(-self.ns // pieces), pieces=self.pieces * pieces)
+        return ReplicaPace(ns=-(-self.ns // splits), splits=self.splits * splits)
 
     def most_within(self, step_ns: int, stages: int) -> int:
-        return max(0, (step_ns // self.ns - (stages - 1)) // self.pieces)
+        return max(0, (step_ns // self.ns - (stages - 1)) // self.splits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +199,8 @@ def ideal_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: 
         fill = (stages - 1) * pace.ns  # a pipeline that is not full by then does not help
         if ideal is not None and ideal <= fill:
             break
-        rate += Fraction(crowd[pace], pace.ns * pace.pieces)
-        started += Fraction(crowd[pace] * (stages - 1), pace.pieces)
+        rate += Fraction(crowd[pace], pace.ns * pace.splits)
+        started += Fraction(crowd[pace] * (stages - 1), pace.splits)
         ideal = (micro_batches + started) / rate
     assert ideal is not None, "a crowd has at least one replica"
     return math.floor(ideal)
@@ -209,8 +209,8 @@ def ideal_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: 
 def _share(replica: int, kept: Spans, dealt: Spans, pace: ReplicaPace, nominal: NominalBatch) -> Share:
     return Share(
         replica=replica,
-        count=(sp.size(kept) + sp.size(dealt)) * pace.pieces,
-        size=nominal.micro_batch // pace.pieces,
+        count=(sp.size(kept) + sp.size(dealt)) * pace.splits,
+        size=nominal.micro_batch // pace.splits,
         ns=pace.ns,
         kept=kept,
         dealt=dealt,
@@ -219,8 +219,8 @@ def _share(replica: int, kept: Spans, dealt: Spans, pace: ReplicaPace, nominal: 
 
 def _check_splits(paces: Mapping[int, ReplicaPace], micro_batch: int) -> None:
     for replica, pace in paces.items():
-        if micro_batch % pace.pieces:
+        if micro_batch % pace.splits:
             raise Refused(
-                f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.pieces} equal splits",
+                f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.splits} equal splits",
                 way_out=f"choose a number of splits that divides {micro_batch}",
             )

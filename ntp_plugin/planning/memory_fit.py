@@ -54,7 +54,7 @@ class Rung:
 
     name: str
     pattern: Pattern
-    pieces: int
+    splits: int
     recompute: bool
     offload: bool
     bytes: int
@@ -92,7 +92,7 @@ def memory_use(
 
 
 def activation_bytes(
-    training: Training, stage: int, tp: int, pattern: Pattern, *, pieces: int = 1, recompute: bool = False
+    training: Training, stage: int, tp: int, pattern: Pattern, *, splits: int = 1, recompute: bool = False
 ) -> int:
     """Activation bytes of the fullest slot, with the micro-batches that a 1F1B pipeline has in flight in that stage."""
     units, width = training.units.stages[stage], tp - len(pattern)
@@ -110,11 +110,11 @@ def activation_bytes(
             count * rows * widest[tensor.family] * _kept_per_unit(tensor, kind, training.model) * training.activation
         )
     layers = max(halves.values())
-    in_flight = min(training.micro_batches * pieces, len(training.units.stages) - stage)
+    in_flight = min(training.micro_batches * splits, len(training.units.stages) - stage)
     if recompute:  # the input of every layer, and one layer as it is computed again
         inputs = layers * own_rows * training.model.hidden * training.activation * in_flight
-        return (inputs + kept // layers) // pieces
-    return kept * in_flight // pieces
+        return (inputs + kept // layers) // splits
+    return kept * in_flight // splits
 
 
 def _kept_per_unit(tensor: Tensor, kind: str, model: Model) -> int:
@@ -145,7 +145,7 @@ def fit(
         use = memory_use(
             training.units.stages[stage], tp, rung.pattern, training.state, replicas=replicas, packing=packing
         )
-        active = activation_bytes(training, stage, tp, rung.pattern, pieces=rung.pieces, recompute=rung.recompute)
+        active = activation_bytes(training, stage, tp, rung.pattern, splits=rung.splits, recompute=rung.recompute)
         size = use.total - (use.optimizer if rung.offload else 0) + active
         tried.append(dataclasses.replace(rung, bytes=size))
         if size <= limit:
@@ -214,12 +214,12 @@ _WAY_OUT = "drop the replica (a higher min_tp_width), shard the optimizer, or br
 
 def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) -> Iterator[Rung]:
     micro_batch = training.batch.micro_batch
-    as_is = Rung(name=AS_IS, pattern=pattern, pieces=1, recompute=training.recompute, offload=False, bytes=0)
+    as_is = Rung(name=AS_IS, pattern=pattern, splits=1, recompute=training.recompute, offload=False, bytes=0)
     yield as_is
     rung = as_is
-    for pieces in range(2, micro_batch + 1):
-        if micro_batch % pieces == 0:
-            rung = dataclasses.replace(rung, name=SMALLER, pieces=pieces)
+    for splits in range(2, micro_batch + 1):
+        if micro_batch % splits == 0:
+            rung = dataclasses.replace(rung, name=SMALLER, splits=splits)
             yield rung
     if not training.recompute:
         rung = dataclasses.replace(rung, name=RECOMPUTE, recompute=True)

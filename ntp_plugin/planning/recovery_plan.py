@@ -59,7 +59,7 @@ class Nominal:
     state: State
     hardware: Hardware
     policy: Policy
-    pieces: int = 1
+    splits: int = 1
     """Number of splits in which a replica runs one micro-batch of this plan."""
     guard: Guard | None = None
     """Set if memory is limited."""
@@ -92,8 +92,8 @@ class Nominal:
             model=self.guard.model,
             units=self.units,
             state=self.guard.state,
-            batch=Batch(micro_batch=self.batch.micro_batch // self.pieces),
-            micro_batches=self.batch.micro_batches_per_replica(self.topology.dp) * self.pieces,
+            batch=Batch(micro_batch=self.batch.micro_batch // self.splits),
+            micro_batches=self.batch.micro_batches_per_replica(self.topology.dp) * self.splits,
             recompute=self.guard.recompute,
             sequence_parallel=self.guard.sequence_parallel,
             activation=self.guard.activation,
@@ -223,22 +223,22 @@ def _copies(
 
 
 def replica_paces(
-    nominal: Nominal, surviving: SurvivingReplicas, measured: Mapping[int, ReplicaPace], pieces: Mapping[int, int]
+    nominal: Nominal, surviving: SurvivingReplicas, measured: Mapping[int, ReplicaPace], splits: Mapping[int, int]
 ) -> dict[int, ReplicaPace]:
     """The pace of every surviving replica, as measured or by its widest slots; `splits` applies to some of them."""
     topology = nominal.topology
-    whole = ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces)
+    whole = ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits)
     paces = dict.fromkeys(surviving.replicas, whole)
     for replica in surviving.degraded_replicas:
         patterns = tuple(surviving.pattern(replica, stage) for stage in range(topology.pp))
-        paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), pieces=nominal.pieces)
+        paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), splits=nominal.splits)
     paces |= {replica: measured[replica] for replica in surviving.replicas if replica in measured}
-    return {replica: pace.cut(pieces.get(replica, 1)) for replica, pace in paces.items()}
+    return {replica: pace.cut(splits.get(replica, 1)) for replica, pace in paces.items()}
 
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """Split the batch among these replicas alone, at full width."""
-    paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, pieces=nominal.pieces))
+    paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits))
     return split_batch(paces, _nominal_batch(nominal), nominal.policy.batch)
 
 
@@ -311,9 +311,9 @@ def _splits(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]
         return {}
     stages = range(nominal.topology.pp)
     rungs = fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs)
-    whole = max(rungs[stage, WHOLE].pieces for stage in stages)
+    whole = max(rungs[stage, WHOLE].splits for stage in stages)
     return dict.fromkeys(surviving.replicas, whole) | {
-        replica: max(rungs[stage, surviving.pattern(replica, stage)].pieces for stage in stages)
+        replica: max(rungs[stage, surviving.pattern(replica, stage)].splits for stage in stages)
         for replica in surviving.degraded_replicas
     }
 

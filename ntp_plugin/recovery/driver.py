@@ -92,7 +92,7 @@ class Driver:
         self._wakeup.wake()
         self._watcher.join()
 
-    def carry_through[Result](self, step: Callable[[], Result]) -> Result:
+    def run_with_recovery[Result](self, step: Callable[[], Result]) -> Result:
         """Run a step, and run it again after each recovery, until it succeeds."""
         while True:
             try:
@@ -105,7 +105,7 @@ class Driver:
                     raise
                 self._recovery()
 
-    def let_go[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
+    def run_or_skip[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
         """Run optional work.
 
         Returns:
@@ -130,7 +130,7 @@ class Driver:
 
         def attempt() -> None:
             with self._waiting() as collective_wait:
-                all_have_come = self._agreement.everybody_has_come(collective_wait.poll)
+                all_have_come = self._agreement.all_have_arrived(collective_wait.poll)
             if not all_have_come:
                 raise PeerLost("the membership changed before all members reached the end")
             work()
@@ -138,7 +138,7 @@ class Driver:
                 raise PeerLost("the membership changed before all members were done")
 
         self._is_at_the_end = True
-        self.carry_through(attempt)
+        self.run_with_recovery(attempt)
 
     def finish(self) -> None:
         """Wait, through any losses, until all members are done. A process that ends without this counts as lost."""
@@ -148,7 +148,7 @@ class Driver:
 
     def _everybody_is_done(self) -> bool:
         with self._waiting() as collective_wait:
-            return self._agreement.everybody_is_done(collective_wait.poll)
+            return self._agreement.all_are_done(collective_wait.poll)
 
     def _waiting(self) -> contextlib.AbstractContextManager[CollectiveWait]:
         """A wait for the other members; they may take longer when this member has nothing else to do."""
@@ -156,11 +156,11 @@ class Driver:
         return waiting.at_the_end() if self._is_at_the_end else waiting
 
     @property
-    def heading_for(self) -> int:
+    def target_epoch(self) -> int:
         """The epoch that the recovery leads to; outside a recovery, the current one."""
         return self._agreement.member.view.epoch
 
-    def walked(self) -> tuple[float, dict[str, float]]:
+    def recovery_times(self) -> tuple[float, dict[str, float]]:
         """The seconds of the recovery so far, and the seconds of each phase, as the trainer ends its part."""
         assert self._recovering_since is not None, "the trainer is called in a recovery"
         seconds = time.monotonic() - self._recovering_since
@@ -211,16 +211,16 @@ class Driver:
         except LeavesOut as found:
             if not (found.awaits and self._a_newer_view_comes()):
                 _LOG.warning("%s", found.why)
-                self._agreement.go_on_without(found.slots)
+                self._agreement.propose_without(found.slots)
             return None
 
     def _report(self, view: View) -> Report:
-        self._groups.break_out(view.epoch)
-        return dataclasses.replace(self._trainer.report(), offer=self._groups.offer())
+        self._groups.interrupt(view.epoch)
+        return dataclasses.replace(self._trainer.report(), addresses=self._groups.addresses())
 
     def _regroup(self, agreed: Agreed) -> None:
-        offers = {slot: report.offer for slot, report in agreed.reports.items()}
-        self._groups.regroup(agreed.view.epoch, offers, timeout_s=self._patience.regroup_s)
+        addresses_by_slot = {slot: report.addresses for slot, report in agreed.reports.items()}
+        self._groups.regroup(agreed.view.epoch, addresses_by_slot, timeout_s=self._patience.regroup_s)
 
     def _try_again(self, agreed: Agreed, failures: int) -> bool:
         """Whether to regroup again, in a new epoch and without joining ranks.
@@ -234,13 +234,13 @@ class Driver:
             return False
         if joiners:
             _LOG.warning("connecting failed; going on without the joining ranks: slots %s", joiners)
-        self._agreement.go_on_without(joiners)
+        self._agreement.propose_without(joiners)
         return True
 
     def _evicts_joiners(self, agreed: Agreed) -> bool:
         """Evict joining ranks that lack some of the others' groups: they must not end the job. True if there are
         any."""
-        unmatched = self._groups.unmatched({slot: report.offer for slot, report in agreed.reports.items()})
+        unmatched = self._groups.unmatched({slot: report.addresses for slot, report in agreed.reports.items()})
         if not unmatched:
             return False
         missing = "; ".join(f"slot {slot} lacks {', '.join(names)}" for slot, names in sorted(unmatched.items()))
@@ -251,14 +251,14 @@ class Driver:
                 " destroy those that are made later",
             )
         _LOG.warning("evicting a joining rank that did not make all groups: %s", missing)
-        self._agreement.go_on_without(unmatched)
+        self._agreement.propose_without(unmatched)
         return True
 
     # ------------------------------------------------ signals
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
-            self._groups.break_out(self._newest_epoch())  # before any wait: the wake-up may have come earlier
+            self._groups.interrupt(self._newest_epoch())  # before any wait: the wake-up may have come earlier
             self._wakeup.wait()
 
     def _a_loss_follows(self) -> bool:

@@ -5,7 +5,7 @@ Example:
     rank = ElasticRank(RankContext.read())
     driver = rank.drive(trainer)        # the trainer may need rank.groups
     rank.start()
-    ... driver.carry_through(step) ...
+    ... driver.run_with_recovery(step) ...
     driver.finish()                     # with the others: a process that ends without it is lost, whatever its code
     rank.leave()
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ntp_plugin.groups.process_groups import ElasticGroups
-from ntp_plugin.membership.admission import AdmissionControl, wait_to_be_let_in
+from ntp_plugin.membership.admission import AdmissionControl, wait_for_admission
 from ntp_plugin.membership.agreement import Agreement
 from ntp_plugin.membership.heartbeat import HeartbeatFile, HeartbeatThread
 from ntp_plugin.membership.restored_keys import RestoredKeys
@@ -67,8 +67,10 @@ class ElasticRank:
         place = self.place
         joined = Agreement.joining if place.joining else Agreement.founding
         agreement = joined(self._agreeing, place.first_view, place.member_id)
-        self.doorkeeper = AdmissionControl(self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists)
-        self.doorkeeper.settings = self.settings
+        self.admission_control = AdmissionControl(
+            self._agreeing, lambda: self.groups.epoch, agreement.newer_view_exists
+        )
+        self.admission_control.settings = self.settings
         newest = self._heartbeats.newest_epoch
         usual = Patience()
         patience = dataclasses.replace(
@@ -85,7 +87,7 @@ class ElasticRank:
         )
         return self._driver
 
-    def leave_word(self, name: str, value: object) -> None:
+    def share_with_joiners(self, name: str, value: object) -> None:
         """Publish a value that all members know and a joining rank cannot find out. One founder calls this.
 
         Raises:
@@ -93,24 +95,24 @@ class ElasticRank:
         """
         self._agreeing.create(f"word/{name}", encode(value, what=name))
 
-    def word(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
+    def shared_value(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
         """Read a published value on a joining rank; `kinds` are the data classes that may be in it."""
-        value = self.word_if_left(name, kinds=kinds)
+        value = self.shared_value_or_none(name, kinds=kinds)
         assert value is not None, "a joining rank comes after the founders have begun"
         return value
 
-    def word_if_left(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
+    def shared_value_or_none(self, name: str, *, kinds: tuple[type, ...] = ()) -> Any:
         """Read a published value, or None if there is none."""
         value = self._agreeing.read(f"word/{name}")
         return None if value is None else decode(value, what=name, kinds=kinds)
 
-    def wait_to_be_let_in(self, together: Collection[int] = ()) -> None:
+    def wait_for_admission(self, together: Collection[int] = ()) -> None:
         """Wait on a joining rank, before `drive`, until the members admit it.
 
         Args:
             together: The slots that it can only train with; they are admitted with it.
         """
-        wait_to_be_let_in(
+        wait_for_admission(
             self._agreeing,
             self.place.first_view,
             slot=self.place.slot,
@@ -118,16 +120,16 @@ class ElasticRank:
             settings=self.settings,
         )
 
-    def trains_by(self, settings: str) -> None:
+    def share_settings(self, settings: str) -> None:
         """Record the settings digest that all ranks share; the members admit no process with another one."""
         self.settings = settings
         if self._driver is not None:
-            self.doorkeeper.settings = settings
+            self.admission_control.settings = settings
 
-    def walked(self) -> tuple[float, dict[str, float]]:
+    def recovery_times(self) -> tuple[float, dict[str, float]]:
         """The seconds of the recovery under way, in all and by phase."""
         assert self._driver is not None, "only a driver recovers"
-        return self._driver.walked()
+        return self._driver.recovery_times()
 
     def start(self) -> None:
         """Start the heartbeat and the watcher; a joining rank joins the job here."""

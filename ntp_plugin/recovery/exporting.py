@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ntp_plugin.errors import NtpError, PeerLost
 from ntp_plugin.recovery.driver import Driver
-from ntp_plugin.telemetry import Exported, Teller
+from ntp_plugin.telemetry import EventWriter, Exported
 
 _FULL = 1 << 20
 """Bytes: with less left the disk was full. A framework's own message names only the kind of the error."""
@@ -25,17 +25,17 @@ class NotWritten(NtpError):
     """There was no room for a checkpoint, or its folder could not be written."""
 
 
-def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int, teller: Teller) -> None:
+def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int, event_writer: EventWriter) -> None:
     """Write the current state into an empty folder; all ranks call this together."""
     try:
-        saved = driver.let_go(save)
+        saved = driver.run_or_skip(save)
     except (Exception, CheckpointException) as error:
         failed = _disk_error(error)
         if failed is None:
             raise
         if not failed:
             sys.exit(NotWritten.exit_code)
-        teller.tell(Exported(step=step, folder=str(folder), failed=failed))
+        event_writer.write(Exported(step=step, folder=str(folder), failed=failed))
         raise NotWritten(
             f"the checkpoint of step {step} cannot be written to {folder}, {_room(folder)}: {failed}",
             way_out="export to another folder; the copies are as they were",
@@ -43,7 +43,7 @@ def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int
     if saved is None:
         raise PeerLost("another process of this export is lost", way_out="start it again; the copies are as they were")
     if dist.get_rank() == 0:
-        teller.tell(Exported(step=step, folder=str(folder), failed=""))
+        event_writer.write(Exported(step=step, folder=str(folder), failed=""))
 
 
 def _room(folder: Path) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the names of fault points are read without torch
     from ntp_plugin.copies.slices import TensorSlice
     from ntp_plugin.recovery.driver import Driver
 
-OF_STEPS: Mapping[str, str] = {
+STEP_FAULT_POINTS: Mapping[str, str] = {
     "compare": "before replicas are compared, if that is due (Megatron)",
     "step": "a step begins (Megatron)",
     "forward": "before the forward of a micro-batch",
@@ -34,7 +34,7 @@ OF_STEPS: Mapping[str, str] = {
     "save": "before a checkpoint is written",
     "written": "after it",
 }
-OF_RECOVERIES: Mapping[str, str] = {
+RECOVERY_FAULT_POINTS: Mapping[str, str] = {
     "report": "the work is interrupted, before the rank reports its state",
     "plan": "all have reported; before it plans",
     "regroup": "before the process groups are edited",
@@ -47,7 +47,7 @@ OF_RECOVERIES: Mapping[str, str] = {
     "arriving": "in the first step of a joining rank, before its optimizer state has arrived (Megatron)",
     "arrived": "after that (Megatron)",
 }
-FAULT_POINTS = (*OF_STEPS, *OF_RECOVERIES)
+FAULT_POINTS = (*STEP_FAULT_POINTS, *RECOVERY_FAULT_POINTS)
 ALL_DONE = "all done"
 """The last point: every member has ended its training. No fault is injected there."""
 
@@ -56,7 +56,7 @@ ALL_DONE = "all done"
 class Weight:
     """A trained tensor, as far as this process holds it."""
 
-    piece: "TensorSlice"
+    tensor_slice: "TensorSlice"
     values: "torch.Tensor"
     is_cut: bool
     """Whether it is cut over the TP slots; otherwise each slot holds all of it."""
@@ -98,9 +98,9 @@ class FaultPoints:
         setattr(owner, name, wrapped)
 
 
-def of_recoveries(driver: "Driver", trainer: Any, reached: Reached) -> FaultPoints:
+def recovery_fault_points(driver: "Driver", trainer: Any, reached: Reached) -> FaultPoints:
     """Install the fault points that every recovery has, and the end; an adapter may add its own."""
-    fault_points = FaultPoints(reached, "epoch", lambda: driver.heading_for)
+    fault_points = FaultPoints(reached, "epoch", lambda: driver.target_epoch)
     fault_points.at(driver, "_report", "report")
     fault_points.at(trainer, "plan", "plan")
     fault_points.at(driver, "_regroup", "regroup")

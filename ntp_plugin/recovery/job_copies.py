@@ -37,7 +37,7 @@ from ntp_plugin.planning.parity_groups import share_parities
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.elastic_rank import ElasticRank
-from ntp_plugin.telemetry import CopyTrouble, Teller
+from ntp_plugin.telemetry import CopyTrouble, EventWriter
 
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
@@ -78,10 +78,10 @@ class JobCopies:
         rank: ElasticRank,
         carried: Carried,
         steps: int,
-        teller: Teller,
+        event_writer: EventWriter,
     ) -> None:
         self._policy, self._topology, self._rank = policy, topology, rank
-        self._carried, self._teller = carried, teller
+        self._carried, self._event_writer = carried, event_writer
         place = rank.place
         self._slot, self._run = place.slot, place.corner
         self._host = topology.node_of(topology.slot_of(place.slot))
@@ -93,7 +93,7 @@ class JobCopies:
             run=self._run,
             secret=self._secret,
             host=own_address((place.store_host, place.store_port)),
-            told=self._trouble,
+            report=self._trouble,
         )
         self._replicator = Replicator(
             self._store,
@@ -103,7 +103,7 @@ class JobCopies:
             bytes_per_s=None if policy.gb_per_s is None else policy.gb_per_s * 1e9,
             timeout_s=_TIMEOUT_S,
             trouble=self._trouble,
-            done=teller.tell,
+            done=event_writer.write,
         )
         self._parts: Parts = list
         self._holders: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class JobCopies:
 
     def _trouble(self, what: str) -> None:
         _LOG.warning("copies: %s", what)
-        self._teller.tell(CopyTrouble(what=what))
+        self._event_writer.write(CopyTrouble(what=what))
 
     # ------------------------------------------------ in a recovery
 
@@ -225,7 +225,7 @@ class JobCopies:
 
     def choose(self, descriptions: Iterable[str]) -> list[Version]:
         """Choose the versions that all members can resume from, newest first, by their descriptions."""
-        self._chosen = restore.standable(descriptions)
+        self._chosen = restore.restorable(descriptions)
         return self._chosen
 
     def restore(self, make_room: MakeRoom, members: Sequence[int]) -> None:
@@ -249,7 +249,7 @@ class JobCopies:
                     slot=self._slot,
                     host=self._host,
                     is_host_leader=host_leader == self._slot,
-                    tell_all=_all_gather,
+                    all_gather=_all_gather,
                     address=address,
                     peer=peer,
                     trouble=self._trouble,
@@ -270,7 +270,7 @@ class JobCopies:
                 continue
             self.state_of = version.step
             self._carried.go_back(restoration.extras())
-            self._teller.tell(
+            self._event_writer.write(
                 telemetry.Restored(
                     step=version.step,
                     again=max(0, self.steps - version.step),  # a joining rank has taken none
@@ -291,13 +291,13 @@ class JobCopies:
         """
         require_private(folder)
         there = Store(_of_this_host(folder, self._host))
-        self._chosen = restore.standable(_all_gather(restore.describe(there)))
+        self._chosen = restore.restorable(_all_gather(restore.describe(there)))
         if not self._chosen:
             raise StateLost(
                 f"no version in {folder} has copies of all its parts",
                 way_out="begin without --ntp-resume, from the last checkpoint",
             )
-        server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], told=self._trouble)
+        server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], report=self._trouble)
         try:
             self._restore(make_room, members, there, server.address)
         finally:

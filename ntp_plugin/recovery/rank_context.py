@@ -115,7 +115,7 @@ class RankContext:
         return self.incarnation != founding_incarnation(self.slot)  # read in each step: no view is built
 
     @staticmethod
-    def is_told(environment: Mapping[str, str] = os.environ) -> bool:
+    def is_elastic(environment: Mapping[str, str] = os.environ) -> bool:
         """Whether `ntp run` started this process."""
         return _MARKER in environment
 

@@ -30,7 +30,7 @@ from ntp_plugin.errors import PeerLost, SilentCorruption
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.comparison_interval import AT_LEAST_EVERY, CompareSchedule, Measured
 from ntp_plugin.recovery.elastic_rank import ElasticRank
-from ntp_plugin.telemetry import Compared, Corrupted, Teller
+from ntp_plugin.telemetry import Compared, Corrupted, EventWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ class ReplicaWatch:
         rank: ElasticRank,
         replicated_state: Callable[[], ReplicatedState],
         distrust: Callable[[int], None],
-        teller: Teller,
+        event_writer: EventWriter,
     ) -> None:
         """`distrust` gives up the copies made since a step: nobody may resume from them when the job stops."""
         self._topology, self._replicated_state, self._distrust = topology, replicated_state, distrust
-        self._teller, self._alike = teller, 0
+        self._event_writer, self._alike = event_writer, 0
         self._groups, self._slot = rank.groups, rank.place.slot
         self._budget, self._heals = policy.watch_cost, policy.on_sdc == "heal"
         self._schedule = CompareSchedule(every=policy.watch_steps)
@@ -147,7 +147,7 @@ class ReplicaWatch:
         self._schedule = self._schedule.compared(step, [one.measured for one in gathered], self._budget)
         self._looked = step, self._groups.epoch
         self._alike = max(one.alike for one in gathered)  # a joining rank has not compared before
-        self._teller.tell(Compared(step=step, values=len(mine), odd=len(odd)))
+        self._event_writer.write(Compared(step=step, values=len(mine), odd=len(odd)))
         if odd:
             self._act(odd[0], step)
         else:
@@ -185,7 +185,9 @@ class ReplicaWatch:
         else:
             what = f"{odd.values} differs between {odd.instances} replicas after step {step}, in one of {slots}"
         heals = self._heals and odd.certain
-        self._teller.tell(Corrupted(step=step, what=what, slots=slots.split(", "), certain=odd.certain, healed=heals))
+        self._event_writer.write(
+            Corrupted(step=step, what=what, slots=slots.split(", "), certain=odd.certain, healed=heals)
+        )
         _LOG.error("silent corruption: %s", what)
         if heals and self._slot not in odd.slots:
             return  # they leave, and the others find the loss in this step

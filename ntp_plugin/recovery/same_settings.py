@@ -75,7 +75,7 @@ def require_same(rank: ElasticRank, mine: Fingerprint, *, leaves: bool) -> None:
         return
     if leaves:
         for section, words in mine.sections.items():
-            rank.leave_word(_WORD.format(section), fp.encode(words))
+            rank.share_with_joiners(_WORD.format(section), fp.encode(words))
     digests: list[Mapping[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(digests, dict(mine.digests))
     found = fp.deviations(digests)
@@ -106,7 +106,7 @@ def _named(found: list[fp.Deviation], mine: Fingerprint) -> str:
 def _require_same_as_job(rank: ElasticRank, mine: Fingerprint) -> None:
     found: list[str] = []
     for section, words in mine.sections.items():
-        left: Any = rank.word_if_left(_WORD.format(section))
+        left: Any = rank.shared_value_or_none(_WORD.format(section))
         if left is None and section == DATA:  # the job's script saved a checkpoint before it had a loader
             continue
         if left is None:

@@ -94,7 +94,7 @@ class Loop:
 
         self.inside, self.in_step = True, is_step
         try:
-            return self.driver.carry_through(attempt)
+            return self.driver.run_with_recovery(attempt)
         finally:
             self.inside = self.in_step = False
 
@@ -149,7 +149,7 @@ class Loop:
         if self.inside or (self.driver is None and not self._apart):
             return work()
         if self.driver is not None and not self._apart:
-            result = self.driver.let_go(work)
+            result = self.driver.run_or_skip(work)
             if result is not None:
                 return result[0]
             self._apart = True

@@ -28,20 +28,20 @@ class Stepped:
     """One parameter of torch's optimizer: its tensor slices, and where each begins in it, flat."""
 
     parameter: torch.Tensor
-    pieces: tuple[tuple[TensorSlice, int], ...]
+    tensor_slices: tuple[tuple[TensorSlice, int], ...]
 
 
 type SliceOf = Callable[[str, Spans, int, int], TensorSlice]
 """Returns the slice of a tensor, by its name here: these places of it, and of them the elements from one to another."""
 
 
-def shards_of_lanes(shards: Iterable[LaneShard], piece_of: SliceOf) -> list[Stepped]:
+def shards_of_lanes(shards: Iterable[LaneShard], slice_of: SliceOf) -> list[Stepped]:
     """Describe the shards of lanes; every element of the job is in one of these, once."""
     return [
         Stepped(
             parameter=shard.parameter,
-            pieces=tuple(
-                (piece_of(held.name, held.places, start, stop), at) for held, start, stop, at in shard.holds()
+            tensor_slices=tuple(
+                (slice_of(held.name, held.places, start, stop), at) for held, start, stop, at in shard.holds()
             ),
         )
         for shard in shards
@@ -66,7 +66,7 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
     optimizer.state.clear()
     kept.forget()
     for one in stepped:
-        likes = [_like(piece, kinds) for piece, _ in one.pieces]
+        likes = [_like(tensor_slice, kinds) for tensor_slice, _ in one.tensor_slices]
         if not likes:
             continue
         like = likes[0]
@@ -83,12 +83,16 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
     return parts(stepped, optimizer)
 
 
-def _like(piece: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> CopiedSlice:
-    like = kinds.get(piece.tensor)
-    if like is None or like.piece.shape != piece.shape:
-        found = f"have {piece.tensor} of shape {like.piece.shape}" if like is not None else f"have no {piece.tensor}"
+def _like(tensor_slice: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> CopiedSlice:
+    like = kinds.get(tensor_slice.tensor)
+    if like is None or like.tensor_slice.shape != tensor_slice.shape:
+        found = (
+            f"have {tensor_slice.tensor} of shape {like.tensor_slice.shape}"
+            if like is not None
+            else f"have no {tensor_slice.tensor}"
+        )
         raise Refused(
-            f"the copies {found}, and this model has it of shape {piece.shape}",
+            f"the copies {found}, and this model has it of shape {tensor_slice.shape}",
             way_out="resume with the model, and the number of stages, of the run that made them",
         )
     return like
@@ -98,16 +102,16 @@ def _require_numbers(like: CopiedSlice, of_group: tuple[str, ...]) -> None:
     missing = [key for key in of_group if key not in like.numbers]
     if missing:  # an Adam that counts from zero again would step several times too far
         raise Refused(
-            f"the copies of {like.piece.tensor} lack its optimizer's {', '.join(missing)}: an earlier version of"
+            f"the copies of {like.tensor_slice.tensor} lack its optimizer's {', '.join(missing)}: an earlier version of"
             " the plugin made them, or another optimizer",
             way_out="restart from the last checkpoint",
         )
 
 
 def _parts(one: Stepped, values: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> Iterator[Part]:
-    for piece, at in one.pieces:
-        flat = {name: _flat(value, at, piece.size) for name, value in values.items()}
-        yield Part(piece=piece, values=flat, numbers=numbers)
+    for tensor_slice, at in one.tensor_slices:
+        flat = {name: _flat(value, at, tensor_slice.size) for name, value in values.items()}
+        yield Part(tensor_slice=tensor_slice, values=flat, numbers=numbers)
 
 
 def _flat(value: torch.Tensor, at: int, size: int) -> torch.Tensor:

@@ -121,19 +121,17 @@ def summed(surveys: Iterable[Survey]) -> Sums:
     return before % MODULUS, after % MODULUS
 
 
-def are_alike(
-    sums: Mapping[int, Sums], *, replica_digests_before: HolderSets, replica_digests_after: HolderSets
-) -> bool:
+def are_alike(sums: Mapping[int, Sums], *, holders_before: HolderSets, holders_after: HolderSets) -> bool:
     """Whether `compare` would find no difference in any tensor that these holder sets hold."""
-    return len({number for of in _totals(sums, replica_digests_before, replica_digests_after) for number in of}) <= 1
+    return len({number for of in _totals(sums, holders_before, holders_after) for number in of}) <= 1
 
 
 def compare(
     tensor: Tensor,
     surveys: Mapping[int, Survey],
     *,
-    replica_digests_before: HolderSets,
-    replica_digests_after: HolderSets,
+    holders_before: HolderSets,
+    holders_after: HolderSets,
 ) -> None:
     """Raise unless all digests of a tensor are equal: those of every holder set, before the move and after.
 
@@ -142,10 +140,10 @@ def compare(
     """
     for entry in next(iter(surveys.values())):
         of_entry = {slot: found[entry] for slot, found in surveys.items()}
-        before, after = _totals(of_entry, replica_digests_before, replica_digests_after)
+        before, after = _totals(of_entry, holders_before, holders_after)
         if len({*before, *after}) > 1:
-            found = [("before", *pair) for pair in zip(replica_digests_before, before, strict=True)]
-            found += [("after", *pair) for pair in zip(replica_digests_after, after, strict=True)]
+            found = [("before", *pair) for pair in zip(holders_before, before, strict=True)]
+            found += [("after", *pair) for pair in zip(holders_after, after, strict=True)]
             digests = [
                 f"{time} in slots {', '.join(map(str, holders))} {number:016x}" for time, holders, number in found
             ]

@@ -105,7 +105,7 @@ def _batches(plans: Sequence[RelayoutPlan], state: ShardedState, groups: Elastic
     state.settle({move.tensor.name: move.version for move in plan.moves})
     kept = {move.tensor.name: state.kept(move.tensor.name) for move in plan.moves}
     if any(each.somebody_lacks_something for each in plans):
-        shared = {name: kept[name] for name in plan.tensors_told_by(slot)}
+        shared = {name: kept[name] for name in plan.tensors_reported_by(slot)}
         own = {move.tensor.name: kept[move.tensor.name] for move in plan.moves if slot in move.holders}
         kept |= _kept_by_others(shared, state, slot.stage) | own
     batches = itertools.zip_longest(*(each.batches for each in plans), fillvalue=())
@@ -230,7 +230,7 @@ def _are_alike(batch: _Batch, stage: int, briefs: Mapping[int, Brief]) -> bool:
     for number, (first, *_) in enumerate(plan.kinds(batch.of_stages[stage])):
         before, after = plan.holder_sets(first)
         sums = {slot: sums[number] for slot, (_, sums) in of_stage.items()}
-        if not are_alike(sums, replica_digests_before=before, replica_digests_after=after):
+        if not are_alike(sums, holders_before=before, holders_after=after):
             return False
     return True
 
@@ -244,7 +244,7 @@ def _compare_each(batch: _Batch, mine: TensorReports) -> None:
         compare_kept(move.tensor, {slot: kept for slot, (kept, _) in of_tensor.items() if kept}, step=batch.step)
         before, after = batch.plan.holder_sets(move)
         surveys = {slot: found for slot, (_, found) in of_tensor.items()}
-        compare(move.tensor, surveys, replica_digests_before=before, replica_digests_after=after)
+        compare(move.tensor, surveys, holders_before=before, holders_after=after)
 
 
 def _of_stage[Value](plan: RelayoutPlan, by_slot: Mapping[int, Value]) -> dict[int, Value]:

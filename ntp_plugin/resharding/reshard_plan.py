@@ -121,7 +121,7 @@ class RelayoutPlan:
         present = slots - self.surviving.lost
         return any(not holders.issuperset(present) for holders in {move.holders for move in self.moves})
 
-    def tensors_told_by(self, slot: Slot) -> list[str]:
+    def tensors_reported_by(self, slot: Slot) -> list[str]:
         """The tensors whose shared entries this slot reports: the first of the slots that hold the same does."""
         firsts = {holders: min(holders, default=None) for holders in {move.holders for move in self.moves}}
         return [move.tensor.name for move in self.moves if firsts[move.holders] == slot]
@@ -211,23 +211,23 @@ class RelayoutPlan:
 class _Alike:
     """Members of a stage that report the same."""
 
-    told: AvailableVersions
+    reported: AvailableVersions
     ranks: tuple[int, ...]
 
     def hold(self, number: int, version: int) -> bool:
         """Whether they hold a tensor in a version, or have built it: then they will switch, as others have."""
-        return self.told.versions[number] == version or (number, version) in self.told.built
+        return self.reported.versions[number] == version or (number, version) in self.reported.built
 
     @property
     def hold_nothing(self) -> bool:
-        return set(self.told.versions) == {NOT_HELD} and not self.told.built
+        return set(self.reported.versions) == {NOT_HELD} and not self.reported.built
 
 
 def _alike(held: Mapping[int, AvailableVersions]) -> list[_Alike]:
     ranks: dict[tuple[object, object], list[int]] = {}
     for rank, report in held.items():
         ranks.setdefault((report.versions, report.built), []).append(rank)
-    return [_Alike(told=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
+    return [_Alike(reported=held[of[0]], ranks=tuple(of)) for of in ranks.values()]
 
 
 type _Plans = dict[tuple[int, frozenset[int]], RecoveryPlan]
@@ -269,7 +269,7 @@ def _plan_stage(
     ways: dict[tuple[int, tuple[bool, ...]], tuple[frozenset[Slot], RecoveryPlan]] = {}
     moves = []
     for number, (tensor, _) in enumerate(nominal.units.stages[stage].tensors):
-        found = max((some.told.versions[number] for some in members), default=version)
+        found = max((some.reported.versions[number] for some in members), default=version)
         hold = tuple(some.hold(number, found) for some in members)
         if (found, hold) not in ways:
             empty = frozenset(rank for some, has in zip(members, hold, strict=True) if not has for rank in some.ranks)

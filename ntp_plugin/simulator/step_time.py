@@ -38,10 +38,10 @@ class UnevenPace(ReplicaPace):
     """The sum of all stages and of the transfers between them, for the first micro-batch."""
 
     def step_ns(self, micro_batches: int, stages: int) -> int:  # noqa: ARG002 - the fill knows them
-        return self.fill_ns + (micro_batches * self.pieces - 1) * self.ns if micro_batches else 0
+        return self.fill_ns + (micro_batches * self.splits - 1) * self.ns if micro_batches else 0
 
     def most_within(self, step_ns: int, stages: int) -> int:  # noqa: ARG002
-        return max(0, ((step_ns - self.fill_ns) // self.ns + 1) // self.pieces) if step_ns >= self.fill_ns else 0
+        return max(0, ((step_ns - self.fill_ns) // self.ns + 1) // self.splits) if step_ns >= self.fill_ns else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

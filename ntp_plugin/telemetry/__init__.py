@@ -40,8 +40,8 @@ from ntp_plugin.telemetry.events import (
     Restored,
     Weighed,
 )
+from ntp_plugin.telemetry.record import EventWriter as EventWriter
 from ntp_plugin.telemetry.record import Follower, RecordedEvent, read_run
-from ntp_plugin.telemetry.record import Teller as Teller
 from ntp_plugin.telemetry.record import events_file as events_file
 
 __all__ = [

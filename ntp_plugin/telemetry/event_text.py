@@ -15,7 +15,7 @@ from ntp_plugin.telemetry.events import (
 from ntp_plugin.telemetry.record import RecordedEvent
 
 
-def in_words(entry: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentence for each)
+def described(entry: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911  (a sentence for each)
     """Return a headline and a sentence; None for events of every step."""
     event = entry.event
     match event:

@@ -81,7 +81,7 @@ class JobState:
         passed = self.heard_at - self.began_at
         return min(1.0, self.useful_s / passed) if passed > 0 else 1.0
 
-    def hear(self, entry: RecordedEvent) -> bool:
+    def receive(self, entry: RecordedEvent) -> bool:
         """Apply one event; return True if no other process has recorded the same before."""
         self.heard_at, news = max(self.heard_at, entry.at), True
         match entry.event:

@@ -39,7 +39,7 @@ class PrometheusSink:
         host, port = self._server.server_address[:2]
         return f"http://{host}:{port}/metrics"
 
-    def hear(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
+    def receive(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
         """Update the metrics from the state of the job."""
         if news and isinstance(entry.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung):
             self._troubles.labels(type(entry.event).__name__).inc()

@@ -63,8 +63,8 @@ def read_run(folder: Path) -> list[RecordedEvent]:
         raise ConfigError(f"{folder} is no folder of a run", way_out="the one given to ntp run --ntp-run-dir")
     follower = Follower(folder)
     entries = sorted(follower.news(), key=lambda one: one.at)
-    if follower.senseless:
-        _LOG.warning("%s: %d malformed lines skipped", folder, follower.senseless)
+    if follower.malformed:
+        _LOG.warning("%s: %d malformed lines skipped", folder, follower.malformed)
     if not any(isinstance(one.event, Began) for one in entries):
         raise ConfigError(f"{folder}: training has not begun yet, or is not recorded there", way_out="try again later")
     return entries
@@ -75,7 +75,7 @@ def events_file(run: Path, host: int = 0) -> Path:
     return run / (_NAME if not host else f"events.host{host}.jsonl")
 
 
-class Teller:
+class EventWriter:
     """Appends the events of one process to the record."""
 
     def __init__(self, path: str | Path | None, slot: str) -> None:
@@ -85,11 +85,11 @@ class Teller:
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     @property
-    def is_heard(self) -> bool:
+    def is_recording(self) -> bool:
         """True if events are written to a file; callers skip costly measurements otherwise."""
         return self._file is not None
 
-    def tell(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Append an event, if there is a file."""
         if self._file is None or (isinstance(event, _ROUTINE) and self._is_full()):
             return
@@ -129,7 +129,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: dict[Path, int] = {}
-        self.senseless = 0
+        self.malformed = 0
         """Number of malformed lines so far."""
 
     @property
@@ -154,7 +154,7 @@ class Follower:
             whole = file.read(-1 if end is None else max(0, end - begin)).rpartition(b"\n")[0]
         self._read[path] = begin + len(whole) + bool(whole)
         entries = [_parsed(line) for line in whole.splitlines()]
-        self.senseless += entries.count(None)
+        self.malformed += entries.count(None)
         return [one for one in entries if one is not None]
 
 

@@ -34,7 +34,7 @@ EVERY_S = 0.5
 class Sink(Protocol):
     """Receives the events of a job."""
 
-    def hear(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
+    def receive(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
         """Receive one event, and the state of the job after it. `news`: no other process has recorded the same before.
         `again`: an earlier relay has handed it over already."""
 
@@ -45,29 +45,31 @@ class Sink(Protocol):
 class Relay:
     """Hands the events of one record to sinks."""
 
-    def __init__(self, follower: Follower, sinks: Sequence[Sink], *, come_to: Path, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, follower: Follower, sinks: Sequence[Sink], *, position_file: Path, log: Callable[[str], None]
+    ) -> None:
         """`come_to`: the file that stores how far the relay has come."""
-        self._follower, self._sinks, self._log, self._come_to = follower, list(sinks), log, come_to
+        self._follower, self._sinks, self._log, self._position_file = follower, list(sinks), log, position_file
         self._job, self._all_hear = JobState(), True
-        self._hand_over(follower.news(until=_read_position(come_to)), again=True)
+        self._hand_over(follower.news(until=_read_position(position_file)), again=True)
 
     def hand_over(self) -> None:
         """Hand over the events recorded since the last call."""
         news = self._follower.news()
         self._hand_over(news, again=False)
         if news and self._all_hear:
-            _write_position(self._come_to, self._follower.position)
+            _write_position(self._position_file, self._follower.position)
 
     def _hand_over(self, news: Sequence[RecordedEvent], *, again: bool) -> None:
         for entry in news:
-            new = self._job.hear(entry)
+            new = self._job.receive(entry)
             for sink in tuple(self._sinks):
-                self._guarded(sink, functools.partial(sink.hear, entry, self._job, news=new, again=again))
+                self._guarded(sink, functools.partial(sink.receive, entry, self._job, news=new, again=again))
 
     def close(self) -> None:
         """Close all sinks."""
-        if self._follower.senseless:
-            self._log(f"{self._follower.senseless} malformed lines of the record skipped")
+        if self._follower.malformed:
+            self._log(f"{self._follower.malformed} malformed lines of the record skipped")
         for sink in tuple(self._sinks):
             self._guarded(sink, sink.close)
 
@@ -109,7 +111,7 @@ def main(words: Sequence[str]) -> None:
         sinks.append(PrometheusSink(asked.prometheus))
     if asked.wandb:
         sinks.append(WandbSink(asked.wandb, asked.folder, os.environ, log=_say))
-    relay = Relay(Follower(asked.folder), sinks, come_to=asked.folder / "handed-over.json", log=_say)
+    relay = Relay(Follower(asked.folder), sinks, position_file=asked.folder / "handed-over.json", log=_say)
     relay.hand_over()
     for page in sinks:
         if isinstance(page, PrometheusSink):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ntp_plugin.telemetry.event_text import in_words
+from ntp_plugin.telemetry.event_text import described
 from ntp_plugin.telemetry.events import Began, Committed, Compared, Copied, CopyTrouble, Corrupted, Recovered, Restored
 from ntp_plugin.telemetry.job_state import JobState
 from ntp_plugin.telemetry.record import RecordedEvent
@@ -55,12 +55,12 @@ class WandbSink:
         self._run.define_metric("ntp/*", step_metric="ntp/step")
         self._log(f"wandb: {self._run.url or f'offline, in {self._run.dir}; wandb sync sends it'}")
 
-    def hear(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
+    def receive(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:
         """Log metrics of new events; alert on those that need attention, and add them to the table. Events that the run
         has already (`again`) only go into the table, which is logged whole at the end."""
         if not news:
             return
-        words = in_words(entry)
+        words = described(entry)
         if words is not None:
             self._rows.append((entry.at, job.step, job.epoch, type(entry.event).__name__, ": ".join(words)))
         if again:

@@ -26,7 +26,7 @@ def is_alive(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def nobody_is_left(job: JobState) -> bool:
+def all_have_ended(job: JobState) -> bool:
     """True if all recorded processes have ended. False if some ran on another machine, where this one cannot look."""
     on_this_one = bool(here()) and set(job.machines.values()) == {here()}
     return on_this_one and not any(is_alive(pid) for pid in job.pids.values())

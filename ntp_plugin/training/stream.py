@@ -16,26 +16,26 @@ from collections.abc import Iterator, Sequence
 class MicroBatch:
     """One micro-batch of the job, as the loader of its nominal rank numbers it."""
 
-    turn: int
+    data_epoch: int
     replica: int
     index: int
 
 
-def micro_batches(step: int, numbers: Sequence[int], *, per_step: int, per_turn: int) -> list[MicroBatch]:
+def micro_batches(step: int, numbers: Sequence[int], *, per_step: int, per_data_epoch: int) -> list[MicroBatch]:
     """The micro-batches of a step, counted from 0, by their numbers in its global batch."""
     found = []
     for number in numbers:
         replica, place = divmod(number, per_step)
-        turn, index = divmod(step * per_step + place, per_turn)
-        found.append(MicroBatch(turn=turn, replica=replica, index=index))
-    return sorted(found, key=lambda one: one.turn)
+        data_epoch, index = divmod(step * per_step + place, per_data_epoch)
+        found.append(MicroBatch(data_epoch=data_epoch, replica=replica, index=index))
+    return sorted(found, key=lambda one: one.data_epoch)
 
 
 class Stream:
     """The position of a rank: the next micro-batch to draw, and its step."""
 
-    def __init__(self, *, per_step: int, per_turn: int, numbers: Sequence[int]) -> None:
-        self.per_step, self.per_turn = per_step, per_turn
+    def __init__(self, *, per_step: int, per_data_epoch: int, numbers: Sequence[int]) -> None:
+        self.per_step, self.per_data_epoch = per_step, per_data_epoch
         self.step, self.drawn = 0, 0
         self.restarts = 0
         """How often it went back: what was drawn before is stale."""
@@ -48,7 +48,7 @@ class Stream:
         self._now = self._of(self.step)
 
     def _of(self, step: int) -> list[MicroBatch]:
-        return micro_batches(step, self.numbers, per_step=self.per_step, per_turn=self.per_turn)
+        return micro_batches(step, self.numbers, per_step=self.per_step, per_data_epoch=self.per_data_epoch)
 
     def peek(self) -> MicroBatch:
         """The next micro-batch."""
@@ -61,26 +61,26 @@ class Stream:
             self.step, self.drawn = self.step + 1, 0
             self._now = self._of(self.step)
 
-    def ahead(self, turn: int) -> Iterator[MicroBatch]:
+    def ahead(self, data_epoch: int) -> Iterator[MicroBatch]:
         """Yield all micro-batches from here to the end of a data epoch, to prepare them; nothing is drawn."""
-        return self._ahead(turn, self.step, self.drawn)
+        return self._ahead(data_epoch, self.step, self.drawn)
 
-    def _ahead(self, turn: int, step: int, at: int) -> Iterator[MicroBatch]:
+    def _ahead(self, data_epoch: int, step: int, at: int) -> Iterator[MicroBatch]:
         now = self._of(step)
-        while now[at].turn <= turn:
+        while now[at].data_epoch <= data_epoch:
             yield now[at]
             at += 1
             if at == len(now):
                 step, at = step + 1, 0
                 now = self._of(step)
 
-    def turn_of(self, step: int) -> int:
+    def data_epoch_of(self, step: int) -> int:
         """The data epoch in which a step begins."""
-        return step * self.per_step // self.per_turn
+        return step * self.per_step // self.per_data_epoch
 
-    def first_step_of(self, turn: int) -> int:
+    def first_step_of(self, data_epoch: int) -> int:
         """The first step that begins in a data epoch."""
-        return -(-turn * self.per_turn // self.per_step)
+        return -(-data_epoch * self.per_data_epoch // self.per_step)
 
     def restart(self, step: int, numbers: Sequence[int]) -> None:
         """Continue from the first micro-batch of a step, with these numbers of each global batch."""

@@ -72,7 +72,7 @@ class IsHeldUp(OpensAtOnce):
         def begun(window):
             begin(window)
             driver = window._loop.driver
-            if window.step == 18 and driver.heading_for == 1:  # since the loss
+            if window.step == 18 and driver.target_epoch == 1:  # since the loss
                 went_on.touch()
                 while not driver._agreement.newer_view_exists():
                     time.sleep(0.01)

@@ -32,7 +32,7 @@ def test_a_copy_holds_the_state_at_its_beginning_in_pinned_memory(tmp_path):
     before = {name: one.cpu() for name, one in values.items()}
     size = 1 << 22
     tensor_slice = TensorSlice(tensor="w", shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    parts = [Part(piece=tensor_slice, values=values, numbers={})]
+    parts = [Part(tensor_slice=tensor_slice, values=values, numbers={})]
     for step in range(4):
         replicator.begin(Snapshot(version=Version(step=step, epoch=0), holders=(0,), parts=parts, extras={}))
         replicator.wait_until_taken()

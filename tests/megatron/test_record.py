@@ -96,6 +96,6 @@ def test_a_recipe_injects_faults_into_a_running_job(tmp_path):
     assert main(["chaos", "attach", str(tmp_path / "run"), recipe, "--out", str(out)]) == 0
     code, output = running.end()
     assert code == 0, output
-    (fault,) = json.loads((out / "verdict.json").read_text())["strikes"]
+    (fault,) = json.loads((out / "verdict.json").read_text())["faults"]
     assert (fault["what"], fault["moment"], fault["problem"]) == ("kill", "backward", "")
     assert fault["step"] > 20

@@ -71,12 +71,12 @@ def play(rank, steps=STEPS, hold_at=()):
     elastic.start()
     losses, done_at = {}, {}
     while job.applied < steps:
-        loss = driver.carry_through(job.step)
+        loss = driver.run_with_recovery(job.step)
         losses[job.applied], done_at[job.applied] = loss, time.monotonic()
         rank.reached("between", job.applied)
         while job.applied in hold_at and len(job.members) < size:
             time.sleep(0.001)
-            driver.carry_through(groups.check)
+            driver.run_with_recovery(groups.check)
     outcome = Outcome(
         losses=losses,
         weights=[parameter.detach().clone() for parameter in model.parameters()],

@@ -62,12 +62,12 @@ def play(rank, tp=2, steps=STEPS, hold_at=(), min_width=1):
     elastic.start()
     losses = {}
     while job.applied < steps:
-        loss = driver.carry_through(job.step)
+        loss = driver.run_with_recovery(job.step)
         losses[job.applied] = loss
         rank.reached("between", job.applied)
         while job.applied in hold_at and len(job.members) < size:
             time.sleep(0.001)
-            driver.carry_through(elastic.groups.check)
+            driver.run_with_recovery(elastic.groups.check)
     assert all(mine is theirs for mine, theirs in zip(parameters, model.parameters(), strict=True))
     outcome = Outcome(
         losses=losses,

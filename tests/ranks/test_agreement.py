@@ -179,11 +179,11 @@ def two_members(connections):
 def test_the_job_is_over_for_all_at_once(two_members):
     stage, stores, members = two_members
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(members[0].everybody_is_done)
+        waiting = pool.submit(members[0].all_are_done)
         while not stores[2].present(["done/0/0"]):
             time.sleep(0.001)
         assert not waiting.done()
-        assert pool.submit(members[1].everybody_is_done).result()
+        assert pool.submit(members[1].all_are_done).result()
         assert waiting.result()
     with pytest.raises(Excluded, match=r"slot 1 \(1/1\) comes too late: the job was over with epoch 1"):
         Agreement.joining(stores[2], stage.first, MemberId(slot=1, incarnation="1/1"))
@@ -194,7 +194,7 @@ def test_a_loss_and_the_end_of_the_job_are_never_both(two_members):
     stage, stores, members = two_members
     stores[2].create(view_key(1), without(stage.first, [1]).encode())
     stores[2].create("done/0/1", "done")
-    assert not members[0].everybody_is_done()
+    assert not members[0].all_are_done()
 
 
 def test_a_job_whose_members_were_all_lost_is_not_over(two_members):

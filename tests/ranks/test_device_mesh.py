@@ -63,9 +63,9 @@ def play(rank):
     def look_when(size):
         while len(elastic.groups.members) != size:
             time.sleep(0.001)
-            driver.carry_through(elastic.groups.check)
+            driver.run_with_recovery(elastic.groups.check)
         late = {"late tp": grid["tp"], "late dp": grid["dp"]}
-        looks.append(driver.carry_through(lambda: look(meshes | late)))
+        looks.append(driver.run_with_recovery(lambda: look(meshes | late)))
 
     if not rank.joining:
         look_when(SIZE)

@@ -31,7 +31,7 @@ def train_for_ever(rank):
     elastic.start()
     written_epoch = -1
     while True:
-        driver.carry_through(job.step)
+        driver.run_with_recovery(job.step)
         if groups.epoch != written_epoch and len(job.members) == size:
             written_epoch = groups.epoch
             rank.write([["whole", rank.slot, written_epoch, *held(groups)]])

@@ -31,7 +31,7 @@ def play_together(rank):
     elastic.start()
     longest, began = 0.0, time.monotonic()
     while (since := time.monotonic()) < began + 3 * HUNG_S:
-        driver.carry_through(dist.barrier)
+        driver.run_with_recovery(dist.barrier)
         longest = max(longest, time.monotonic() - since)
     driver.finish()
     elastic.leave()

@@ -39,7 +39,7 @@ def make_groups_when_all_are_there(rank):
             sums.append(value.item())
         return sums
 
-    while (sums := driver.carry_through(make)) is None:
+    while (sums := driver.run_with_recovery(make)) is None:
         pass
     driver.finish()
     elastic.leave()
@@ -67,7 +67,7 @@ def make_another_group_than_a_joiner(rank):
         rank.reached("first", 1)
         return elastic.groups.epoch
 
-    while driver.carry_through(reduce) < 3:  # epoch 1 loses slot 1, it joins in epoch 2, and is excluded in epoch 3
+    while driver.run_with_recovery(reduce) < 3:  # epoch 1 loses slot 1, it joins in epoch 2, and is excluded in epoch 3
         pass
     driver.finish()
     elastic.leave()
@@ -97,7 +97,7 @@ def never_meet_as_a_joiner(rank):
         rank.reached("first", 1)
         return elastic.groups.epoch
 
-    while driver.carry_through(reduce) < 3:
+    while driver.run_with_recovery(reduce) < 3:
         pass
     driver.finish()
     elastic.leave()
@@ -136,7 +136,7 @@ def hang_while_a_joiner_prepares(rank, *, beats):
             rank.reached("prepares", 2)
         return len(elastic.groups.members)
 
-    while driver.carry_through(stand) > 1:
+    while driver.run_with_recovery(stand) > 1:
         pass
     over.touch()
     driver.finish()

@@ -25,7 +25,7 @@ def make_and_drop(rank):
             sums.append(value.item() if handle is not None else None)
         ranks = [dist.get_process_group_ranks(handle) if handle is not None else None for handle in handles]
         del handle, handles
-        groups.offer()  # what a recovery begins with
+        groups.addresses()  # what a recovery begins with
         seen.append(held(groups)[:2])
     dist.barrier()
     groups.detach()

@@ -32,9 +32,9 @@ def play(rank, environment):
         "device": str(nccl.bound_device_id),
         "device of the world": world.bound_device_id,
         "handling": os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"],
-        "reach": {kind: backend.reach() for kind, backend in group.backends().items()},
+        "reach": {kind: backend.address() for kind, backend in group.backends().items()},
     }
-    group.gloo.edit(1, [group.gloo.reach()], 5.0)
+    group.gloo.edit(1, [group.gloo.address()], 5.0)
     total = torch.ones(2)
     work = dist.all_reduce(total, async_op=True)
     seen = id(work) in groups._waits._works

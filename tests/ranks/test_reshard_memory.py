@@ -52,7 +52,7 @@ def play(rank, least):
     elastic.start()
     while job.applied < 4:
         rank.reached("step", job.applied)
-        driver.carry_through(job.step)
+        driver.run_with_recovery(job.step)
     driver.finish()
     elastic.leave()
     return seen[-1]

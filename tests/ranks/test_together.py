@@ -36,7 +36,7 @@ def go_on_in_pairs(rank):
     elastic = ElasticRank(rank.place)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if rank.joining:
-        elastic.wait_to_be_let_in([rank.slot ^ 1])
+        elastic.wait_for_admission([rank.slot ^ 1])
     driver = elastic.drive(Coming() if rank.joining else InPairs())
     elastic.start()
     seen = []
@@ -45,16 +45,16 @@ def go_on_in_pairs(rank):
         members = elastic.groups.members
         value = torch.tensor([10.0**rank.slot])
         dist.all_reduce(value, group=pairs[rank.slot // 2])
-        asks = torch.tensor([float(not dist.get_rank() and elastic.doorkeeper.somebody_asks())])
+        asks = torch.tensor([float(not dist.get_rank() and elastic.admission_control.is_requested())])
         dist.all_reduce(asks)
         rank.reached("first", 1)
         if asks.item():
-            elastic.doorkeeper.open(mine=dist.get_rank() == 0)
+            elastic.admission_control.open(mine=dist.get_rank() == 0)
         if not seen or seen[-1] != (members, value.item()):
             seen.append((members, value.item()))
         return len(members) == 4 and elastic.groups.epoch > 0
 
-    while not driver.carry_through(step):
+    while not driver.run_with_recovery(step):
         pass
     driver.finish()
     elastic.leave()
@@ -112,9 +112,9 @@ def go_alone(rank):
         rank.reached("first", 1)
         return [*found, one.item()]
 
-    outcomes = [driver.carry_through(step)]
+    outcomes = [driver.run_with_recovery(step)]
     while elastic.groups.epoch == 0:
-        outcomes = [driver.carry_through(step)]
+        outcomes = [driver.run_with_recovery(step)]
     driver.finish()
     elastic.leave()
     return outcomes[0]
@@ -144,7 +144,7 @@ def end_in_half_a_pair(rank):
         rank.reached("first", 1)
         return elastic.groups.epoch
 
-    while not driver.carry_through(step):
+    while not driver.run_with_recovery(step):
         pass
     driver.finish()
     elastic.leave()

@@ -50,12 +50,12 @@ def wait_for_an_absent_rank(rank, name, spoilt=frozenset()):
         return None
     groups._connections.shut = lambda: 0
 
-    def break_out():
+    def interrupt():
         time.sleep(0.3)
-        groups.break_out(1)
+        groups.interrupt(1)
         rank.write([["interrupted"]])
 
-    threading.Thread(target=break_out).start()
+    threading.Thread(target=interrupt).start()
     with pytest.raises(PeerLost):
         OPERATIONS[name]()
     store.set("left", b"")

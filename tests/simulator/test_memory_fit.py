@@ -45,7 +45,7 @@ def test_activations_are_those_of_the_published_formula():
     layer = 34 * 2048 * 4 * 2048 // 4
     assert activation_bytes(TRAINING, 0, 4, ()) == 12 * layer * 2
     assert activation_bytes(TRAINING, 1, 4, ()) == 12 * layer
-    assert activation_bytes(TRAINING, 0, 4, (), pieces=4) == 12 * layer * 2 // 4
+    assert activation_bytes(TRAINING, 0, 4, (), splits=4) == 12 * layer * 2 // 4
     full = activation_bytes(TRAINING, 0, 4, (), recompute=True)
     assert full == 12 * 2 * (2048 * 4 * 2048 // 4) * 2 + layer
 
@@ -69,14 +69,14 @@ def test_the_ladder_stops_at_the_first_rung_that_fits():
         assert len(until) <= rungs.index(rung) + 1
     assert tried(rungs[0].bytes)[-1].name == AS_IS
     assert tried(rungs[0].bytes - 1)[-1] == rungs[1]
-    assert (rungs[1].pieces, rungs[2].pieces) == (2, 4)
+    assert (rungs[1].splits, rungs[2].splits) == (2, 4)
 
 
 def test_each_rung_keeps_the_savings_of_the_ones_before():
     before_narrower = [rung.bytes for rung in tried(0) if rung.name != NARROWER]
     assert before_narrower == sorted(before_narrower, reverse=True)
     offloaded = next(rung for rung in tried(0) if rung.name == OFFLOAD)
-    assert offloaded.recompute and offloaded.pieces == 4
+    assert offloaded.recompute and offloaded.splits == 4
 
 
 def test_fewer_slots_never_hold_less_by_our_units():

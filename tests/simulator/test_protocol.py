@@ -33,7 +33,7 @@ def test_a_planted_bug_is_found_and_reproduced_by_its_seed(planted):
 
 def test_the_search_runs_the_live_code():
     assert (LIVE.advance, LIVE.finish, LIVE.decide) == (protocol.advance, protocol.finish, protocol.decide)
-    assert (LIVE.gone, LIVE.judge) == (failure_detector.gone, failure_detector.judge)
+    assert (LIVE.find_lost, LIVE.judge) == (failure_detector.find_lost, failure_detector.judge)
 
 
 def test_a_seed_determines_a_run():

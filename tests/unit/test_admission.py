@@ -7,7 +7,7 @@ import pytest
 
 from ntp_plugin.errors import Excluded
 from ntp_plugin.membership import admission
-from ntp_plugin.membership.admission import AdmissionControl, wait_to_be_let_in
+from ntp_plugin.membership.admission import AdmissionControl, wait_for_admission
 from ntp_plugin.membership.protocol import MemberId, View, newest_view, the_end, view_key, with_joiners, without
 from tests.patience import PATIENCE_S
 from tests.unit.key_store import Keys
@@ -22,7 +22,7 @@ def _no_long_waits(monkeypatch):
 
 
 def asking(store):
-    joiner = threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 1}, daemon=True)
+    joiner = threading.Thread(target=wait_for_admission, args=(store, FIRST), kwargs={"slot": 1}, daemon=True)
     joiner.start()
     return joiner
 
@@ -33,7 +33,7 @@ def control_of(store, epoch, newer_view_exists):
 
 
 def wait_until_asked(admission_control):
-    while not admission_control.somebody_asks():
+    while not admission_control.is_requested():
         pass
 
 
@@ -45,7 +45,7 @@ def let_in(joiner):
 def test_a_joining_rank_is_admitted_when_members_open_admission():
     store = Keys()
     admission_control = control_of(store, lambda: 0, lambda: True)
-    assert not admission_control.somebody_asks()
+    assert not admission_control.is_requested()
     joiner = asking(store)
     wait_until_asked(admission_control)
     assert joiner.is_alive(), "it waits for admission"
@@ -57,10 +57,10 @@ def test_members_open_once_for_a_rank_that_died():
     store = Keys()
     store.create("asked/0/0", "")
     admission_control, other = control_of(store, lambda: 0, lambda: False), control_of(store, lambda: 0, lambda: False)
-    assert admission_control.somebody_asks()
+    assert admission_control.is_requested()
     assert not admission_control.open(mine=True), "no rank asked"
     assert not other.open(mine=False)
-    assert not admission_control.somebody_asks()
+    assert not admission_control.is_requested()
     joiner = asking(store)
     wait_until_asked(other)
     assert joiner.is_alive(), "admission that was opened for the other is closed"
@@ -71,12 +71,12 @@ def test_members_open_once_for_a_rank_that_died():
 def test_members_with_short_steps_do_not_poll_in_each():
     store, now = Keys(), 0.0
     admission_control = AdmissionControl(store, lambda: 0, lambda: True, now=lambda: now)
-    assert not admission_control.somebody_asks()
+    assert not admission_control.is_requested()
     store.create("asked/0/0", "")
     now = 0.2
-    assert not admission_control.somebody_asks(), "it has just looked"
+    assert not admission_control.is_requested(), "it has just looked"
     now = 0.3
-    assert admission_control.somebody_asks()
+    assert admission_control.is_requested()
 
 
 def test_a_waiting_rank_asks_again_in_the_next_epoch():
@@ -106,7 +106,7 @@ def test_a_joining_rank_ends_when_the_job_is_over():
         view = without(view, [slot])
         store.create(view_key(view.epoch), view.encode())
     with pytest.raises(Excluded, match="all members have left"):
-        wait_to_be_let_in(store, FIRST, slot=1)
+        wait_for_admission(store, FIRST, slot=1)
 
 
 # ------------------------------------------------ who can only train with others
@@ -116,7 +116,7 @@ FOUR = View(epoch=0, member_ids=tuple(MemberId(slot=slot, incarnation=f"{slot}/0
 
 def asking_together(store, slot, other):
     def come():
-        wait_to_be_let_in(store, FOUR, slot=slot, together=[other])
+        wait_for_admission(store, FOUR, slot=slot, together=[other])
         wanted = None
         while wanted is None or store.create(view_key(wanted.epoch), wanted.encode()) != wanted.encode():
             wanted = with_joiners(newest_view(store.read, FOUR), [MemberId(slot=slot, incarnation=f"{slot}/1")])
@@ -139,7 +139,7 @@ def test_a_joining_rank_asks_only_when_its_replica_is_complete():
     while "come/1/2" not in store:
         pass
     first.join(0.05)
-    assert first.is_alive() and not admission_control.somebody_asks()
+    assert first.is_alive() and not admission_control.is_requested()
     second = asking_together(store, 3, 2)
     wait_until_asked(admission_control)
     admission_control.open(mine=True)
@@ -179,12 +179,12 @@ def test_a_rank_with_other_settings_is_never_admitted():
     admission_control.settings = "ours"
     for settings in ("", "others"):
         args = {"slot": 1, "settings": settings}
-        threading.Thread(target=wait_to_be_let_in, args=(store, FIRST), kwargs=args, daemon=True).start()
+        threading.Thread(target=wait_for_admission, args=(store, FIRST), kwargs=args, daemon=True).start()
     while sum(key.startswith("asked/") for key in store) < 2:
         pass
-    assert not any(admission_control.somebody_asks() for _ in range(10))
+    assert not any(admission_control.is_requested() for _ in range(10))
     joiner = threading.Thread(
-        target=wait_to_be_let_in, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
+        target=wait_for_admission, args=(store, FIRST), kwargs={"slot": 2, "settings": "ours"}, daemon=True
     )
     joiner.start()
     wait_until_asked(admission_control)

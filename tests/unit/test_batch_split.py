@@ -24,7 +24,7 @@ def batches(draw, max_replicas=4, max_each=4):
         healthy_ns=HEALTHY,
     )
     going_on = draw(st.sets(st.integers(0, replicas - 1), min_size=1))
-    pace = st.builds(ReplicaPace, ns=st.integers(500, 3000), pieces=st.sampled_from([1, 1, 2, 4]))
+    pace = st.builds(ReplicaPace, ns=st.integers(500, 3000), splits=st.sampled_from([1, 1, 2, 4]))
     return {replica: draw(pace) for replica in sorted(going_on)}, nominal
 
 
@@ -106,7 +106,7 @@ def test_a_replica_may_be_so_slow_that_it_gets_nothing():
 def test_splits_that_do_not_divide_a_micro_batch_are_refused():
     nominal = NominalBatch(replicas=1, per_replica=2, micro_batch=4, stages=1, healthy_ns=1000)
     with pytest.raises(Refused, match="replica 0 cannot run a micro-batch of 4 samples in 3 equal splits"):
-        split_batch({0: ReplicaPace(ns=1, pieces=3)}, nominal, BatchPolicy())
+        split_batch({0: ReplicaPace(ns=1, splits=3)}, nominal, BatchPolicy())
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 6), min_size=1))

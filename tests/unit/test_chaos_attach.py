@@ -19,9 +19,9 @@ from ntp_plugin.chaos.fault_injector import send
 from ntp_plugin.chaos.faults import OrderedFault, Pending, orders_file, worker_words
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import look_over
-from ntp_plugin.chaos.worker import Victim
+from ntp_plugin.chaos.worker import FaultyWorker
 from ntp_plugin.cli.main import main
-from ntp_plugin.telemetry import Began, Committed, Follower, Teller, events_file
+from ntp_plugin.telemetry import Began, Committed, EventWriter, Follower, events_file
 from tests.patience import PATIENCE_S, until
 
 SLOT = "r0.s0.t1"
@@ -58,10 +58,10 @@ def processes():
 def recorded(run, pid):
     """A job whose slot this process has, in its sixth step."""
     worker_words(run)
-    teller = Teller(events_file(run), SLOT)
-    teller.tell(Began(pid=pid, number=1, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
-    teller.tell(Committed(step=5, epoch=0, seconds=0.1, losses={}, samples=[]))
-    teller.close()
+    event_writer = EventWriter(events_file(run), SLOT)
+    event_writer.write(Began(pid=pid, number=1, joiner=False, replicas=2, stages=1, tp=2, micro_batches=[2, 2]))
+    event_writer.write(Committed(step=5, epoch=0, seconds=0.1, losses={}, samples=[]))
+    event_writer.close()
     return run
 
 
@@ -122,15 +122,15 @@ def test_nothing_is_sent_to_an_unrelated_process_or_recorded(tmp_path, processes
 def training(run, monkeypatch, first=6):
     """The slot continues, step by step, and obeys orders."""
     monkeypatch.setenv("NTP_EVENTS", str(events_file(run)))
-    victim, over = Victim(Pending(orders_file(run))), threading.Event()
+    victim, over = FaultyWorker(Pending(orders_file(run))), threading.Event()
     victim.is_here(SLOT, tuple)
-    teller = Teller(events_file(run), SLOT)
+    event_writer = EventWriter(events_file(run), SLOT)
 
     def train():
         step = first
         while not over.wait(0.02):
             victim.reached("vote", step)
-            teller.tell(Committed(step=step, epoch=0, seconds=0.02, losses={}, samples=[step]))
+            event_writer.write(Committed(step=step, epoch=0, seconds=0.02, losses={}, samples=[step]))
             step += 1
 
     thread = threading.Thread(target=train)
@@ -169,12 +169,12 @@ def test_a_recipe_counts_steps_of_a_running_job_from_now_on(tmp_path, processes,
         code, verdict = attach_recipe(run, tmp_path, TWO)
         again, once_more = attach_recipe(run, tmp_path, TWO)
     assert (code, again) == (0, 0)
-    slow, paused = verdict["strikes"]
+    slow, paused = verdict["faults"]
     assert (slow["what"], slow["fault_point"]) == ("slow", "vote")
     assert slow["step"] >= 5 + 4, "not at once, though the job is past step 4"
     assert (paused["what"], paused["problem"]) == ("pause", "")
     assert runs(processes["worker"]), "the job is not ended"
-    assert once_more["strikes"][0]["step"] > slow["step"], "it is injected a second time as well"
+    assert once_more["faults"][0]["step"] > slow["step"], "it is injected a second time as well"
     assert (tmp_path / "out/report.html").exists()
 
 
@@ -185,7 +185,7 @@ def test_a_recipe_whose_fault_point_is_never_reached_is_given_up_and_reported(tm
         fault = '[[fault]]\nwhat = "slow"\nslot = "r0.s0.t1"\nduring = "save"\n'
         code, verdict = attach_recipe(run, tmp_path, "[job]\npatience_s = 1.0\n" + fault)
     assert code == 1
-    assert "never injected" in verdict["strikes"][0]["problem"]
+    assert "never injected" in verdict["faults"][0]["problem"]
     assert Pending(orders_file(run)).take(SLOT, "save", 1000, None) == []
 
 

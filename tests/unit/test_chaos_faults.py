@@ -12,7 +12,7 @@ from ntp_plugin.errors import ConfigError
 KILL = OrderedFault(name="1", what="kill", slot="r0.s0.t1", during="backward", step=5)
 ANYWHERE = OrderedFault(name="2", what="hang", slot="r0.s0.t1")
 IN_A_RECOVERY = OrderedFault(name="3", what="kill", slot="r0.s0.t1", during="resume")
-FROM_OUTSIDE = OrderedFault(name="4", what="sigkill", slot="r0.s0.t1")
+INJECTED_FROM_OUTSIDE = OrderedFault(name="4", what="sigkill", slot="r0.s0.t1")
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def test_a_replacement_does_not_take_the_same_fault(orders):
 def test_an_order_can_be_withdrawn_until_it_is_injected(orders):
     orders.give(KILL)
     orders.give(ANYWHERE)
-    assert orders.take_back(KILL)
+    assert orders.cancel(KILL)
     assert Pending(orders.path).take("r0.s0.t1", "backward", 6, None) == [ANYWHERE]
-    assert not orders.take_back(ANYWHERE)
+    assert not orders.cancel(ANYWHERE)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_order_can_be_withdrawn_until_it_is_injected(orders):
         (IN_A_RECOVERY, ("resume", None, 1), True),
         (IN_A_RECOVERY, ("resume", None, 7), True),
         (IN_A_RECOVERY, ("vote", 3, None), False),
-        (FROM_OUTSIDE, ("vote", 3, None), False),
+        (INJECTED_FROM_OUTSIDE, ("vote", 3, None), False),
     ],
 )
 def test_an_order_without_a_fault_point_applies_to_the_next_one(orders, fault, there, injected):

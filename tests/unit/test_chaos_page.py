@@ -13,7 +13,7 @@ from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.page import PageContent, write_page
 from ntp_plugin.chaos.verdict import End, Expected, judge, look_over
 from ntp_plugin.cli.main import main
-from ntp_plugin.telemetry import Teller
+from ntp_plugin.telemetry import EventWriter
 from tests.unit.chaos_runs import VICTIM, history, run_events
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
@@ -25,7 +25,7 @@ def report(tmp_path):
     record = tmp_path / "broken"
     record.mkdir()
     for one in run_events(killed_in=3, back_in=5):
-        Teller(record / "events.jsonl", one.slot).tell(one.event)
+        EventWriter(record / "events.jsonl", one.slot).write(one.event)
     run = history(killed_in=3, back_in=5)
     found = judge(RequestedFaults(faults=(FAULT,)), run, history(), End(code=0), FINE)
     return PageContent(
@@ -88,7 +88,7 @@ def test_a_fault_never_injected_is_on_the_page_and_in_the_json(report, tmp_path)
     assert verdict_json["holds"] is False
     assert verdict_json["samples"] == {"drawn": 24, "twice": 0, "missing": 0, "others": 0, "steps": []}
     assert verdict_json["drawn"] == {"of": 12, "drawn": 1, "injected": 1}
-    assert [(fault["name"], fault["injected_at"] > 0) for fault in verdict_json["strikes"]] == [
+    assert [(fault["name"], fault["injected_at"] > 0) for fault in verdict_json["faults"]] == [
         ("1", True),
         ("2", False),
     ]
@@ -126,7 +126,7 @@ def test_a_report_is_made_from_the_record_alone(report, tmp_path, capsys):
     reference = tmp_path / "reference"
     reference.mkdir()
     for one in run_events():
-        Teller(reference / "events.jsonl", one.slot).tell(one.event)
+        EventWriter(reference / "events.jsonl", one.slot).write(one.event)
     assert main(["report", str(report.record), "--reference", str(reference)]) == 0
     assert "report.html" in capsys.readouterr().out
     assert look_over(report.run, history(), bound=1e-12).outcomes[0].name == "1"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ntp_plugin.chaos import worker
-from ntp_plugin.chaos.faults import BY_ITS_OWN_HAND, OrderedFault, Orders, Pending
-from ntp_plugin.chaos.worker import Victim
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, OrderedFault, Orders, Pending
+from ntp_plugin.chaos.worker import FaultyWorker
 from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.recovery.fault_points import Weight
@@ -36,7 +36,7 @@ class RecordingVictim:
     def __init__(self, folder, monkeypatch):
         self.folder, self.orders = folder, Orders.new(folder / "orders.jsonl")
         monkeypatch.setenv("NTP_EVENTS", str(events_file(folder)))
-        self.victim, self.weights = Victim(Pending(self.orders.path)), []
+        self.victim, self.weights = FaultyWorker(Pending(self.orders.path)), []
         self.victim.is_here(SLOT, lambda: self.weights)
 
     def inject(self, what, seconds=0.0, name="1", **more):
@@ -86,7 +86,7 @@ STAYS = ("slow", "disk", "clock", "weight", "copy")
 
 
 def test_every_kind_of_fault_is_tested():
-    assert {*ENDS, *HOLDS, *STAYS} == set(BY_ITS_OWN_HAND)
+    assert {*ENDS, *HOLDS, *STAYS} == set(INJECTED_BY_WORKER)
 
 
 @pytest.mark.parametrize(("what", "code"), ENDS.items())
@@ -220,7 +220,7 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
 def weight(name, values):
     size = values.numel()
     tensor_slice = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Weight(piece=tensor_slice, values=values, is_cut=False)
+    return Weight(tensor_slice=tensor_slice, values=values, is_cut=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

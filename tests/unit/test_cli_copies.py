@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     store = Store(run.path / "host-0")
     replicator = Replicator(store, run="ntp/job", secret="", slot=3, trouble=pytest.fail)
     tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
+    part = Part(tensor_slice=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3, 5), parts=[part], extras={}))
     replicator.close()
     yield run, store

@@ -31,7 +31,7 @@ def left(tmp_path, monkeypatch):
         tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
         for slot in here:
             replicator = Replicator(Store(run.path / name), run="ntp/job", secret="", slot=slot, trouble=pytest.fail)
-            part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
+            part = Part(tensor_slice=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
             extras = {"framework": framework} if framework else {}
             version = Version(step=7, epoch=2)
             replicator.begin(Snapshot(version=version, holders=holders, parts=[part], extras=extras))

@@ -13,7 +13,7 @@ from rich.console import Console
 from ntp_plugin.cli.main import main
 from ntp_plugin.cli.screen import Screen
 from ntp_plugin.cli.status import follow
-from ntp_plugin.telemetry import Began, Committed, Ended, RankLost, Recovered, Teller, events_file
+from ntp_plugin.telemetry import Began, Committed, Ended, EventWriter, RankLost, Recovered, events_file
 from ntp_plugin.telemetry.whereabouts import here, is_alive
 from tests.patience import PATIENCE_S, until
 
@@ -33,15 +33,15 @@ def process():
         sleeping.kill()
 
 
-def tell(folder, *events, slot=SLOTS[0]):
-    with contextlib.closing(Teller(events_file(folder), slot)) as teller:
+def write_events(folder, *events, slot=SLOTS[0]):
+    with contextlib.closing(EventWriter(events_file(folder), slot)) as event_writer:
         for event in events:
-            teller.tell(event)
+            event_writer.write_events(event)
 
 
 def write_beginning(folder, *, pids, machine):
     for number, (slot, pid) in enumerate(zip(SLOTS, pids, strict=True)):
-        tell(folder, dataclasses.replace(BEGAN, number=number, pid=pid, machine=machine), slot=slot)
+        write_events(folder, dataclasses.replace(BEGAN, number=number, pid=pid, machine=machine), slot=slot)
 
 
 def committed(step):
@@ -52,7 +52,7 @@ def test_the_terminal_view_has_members_widths_and_progress(tmp_path):
     write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
     lost = RankLost(number=1, pid=2, kind="ended", reason="its process ended with code -9")
     went_on = Recovered(epoch=1, seconds=0.5, lost=["r0.s0.t1"], back=[], widths=[[1], [2]], micro_batches=[1, 3])
-    tell(tmp_path, committed(1), lost, went_on, committed(2), Ended())
+    write_events(tmp_path, committed(1), lost, went_on, committed(2), Ended())
     console = Console(record=True, force_terminal=True, width=120, highlight=False)
     assert follow(tmp_path, Screen("the run", console)) == 0
     seen = console.export_text()
@@ -67,7 +67,7 @@ def test_the_terminal_view_has_members_widths_and_progress(tmp_path):
 
 def test_status_ends_with_its_job(tmp_path, process, capsys):
     write_beginning(tmp_path, pids=[process.pid] * 4, machine=here())
-    ending = threading.Timer(1.0, tell, (tmp_path, committed(1), Ended()))
+    ending = threading.Timer(1.0, write_events, (tmp_path, committed(1), Ended()))
     ending.start()
     assert main(["status", str(tmp_path)]) == 0
     assert not ending.is_alive()
@@ -76,7 +76,7 @@ def test_status_ends_with_its_job(tmp_path, process, capsys):
 
 def test_a_job_without_living_processes_is_one_line_and_code_1(tmp_path, capsys):
     write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
-    tell(tmp_path, committed(7))
+    write_events(tmp_path, committed(7))
     assert main(["status", str(tmp_path)]) == 1
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "the job is dead" in line]
     assert str(tmp_path) in message
@@ -94,7 +94,7 @@ def test_status_reports_a_dead_job_after_its_last_process(tmp_path, process):
 def test_a_replaced_process_is_not_polled(tmp_path, process):
     write_beginning(tmp_path, pids=[process.pid] + [ENDED_LONG_AGO] * 3, machine=here())
     for number in range(4):
-        tell(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
+        write_events(tmp_path, RankLost(number=number, pid=1, kind="ended", reason="code 1"))
     assert main(["status", str(tmp_path)]) == 1, "no process has a slot any more"
 
 
@@ -102,13 +102,13 @@ def test_a_replaced_process_is_not_polled(tmp_path, process):
 def test_a_job_with_processes_on_another_machine_is_followed(tmp_path, elsewhere):
     write_beginning(tmp_path, pids=[ENDED_LONG_AGO] * 4, machine=here())
     for slot in elsewhere:
-        tell(tmp_path, dataclasses.replace(BEGAN, number=SLOTS.index(slot), pid=ENDED_LONG_AGO), slot=slot)
+        write_events(tmp_path, dataclasses.replace(BEGAN, number=SLOTS.index(slot), pid=ENDED_LONG_AGO), slot=slot)
     words = [sys.executable, "-m", "ntp_plugin.cli.main", "status", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as looking:
         assert looking.stdout.readline().strip() == str(tmp_path), "it looks"
         with pytest.raises(subprocess.TimeoutExpired):
             looking.wait(2)
-        tell(tmp_path, Ended())
+        write_events(tmp_path, Ended())
         assert looking.wait(PATIENCE_S) == 0
 
 

@@ -116,7 +116,7 @@ def test_an_empty_slice_is_folded_like_any_other(there, taken_at_once, at_once):
     taken_at_once(at_once)
     copies = []
     for memory, manifest in copies_of(1, 2):
-        (first, *others), numbers = manifest.layout.pieces, manifest.numbers
+        (first, *others), numbers = manifest.layout.tensor_slices, manifest.numbers
         nothing = first[0], ()
         more = layout.laid_out((nothing, first, nothing, *others, nothing))
         numbers = ({}, numbers[0], {}, *numbers[1:], {})

@@ -14,7 +14,7 @@ from ntp_plugin.copies import parity
 from ntp_plugin.copies.layout import CopyBatch
 from ntp_plugin.copies.manifest import Version, views
 from ntp_plugin.copies.parity import ParityStore, WrongParity, fold, fold_batch, rebuild
-from ntp_plugin.copies.restore import describe, standable
+from ntp_plugin.copies.restore import describe, restorable
 from ntp_plugin.copies.store import FAR, NEAR, REBUILT, CopyKey, NoRoom, Store
 from ntp_plugin.errors import StateLost
 from tests.unit.copies_bytes import bytes_of, mapped, wrong_in
@@ -140,7 +140,7 @@ def without(processes, *lost):
 
 
 def versions(processes):
-    return standable([describe(process.store) for process in processes])
+    return restorable([describe(process.store) for process in processes])
 
 
 @pytest.mark.parametrize("lost", MEMBERS)
@@ -209,7 +209,7 @@ def test_a_version_is_available_if_each_slot_has_a_copy_or_a_complete_parity(the
     description = json.dumps(
         [[5, 2, slot, [0, 1, 2]] for slot in there] + ([[5, 2, group, [0, 1, 2]]] if group else [])
     )
-    assert (standable([description]) == [VERSION]) == stands
+    assert (restorable([description]) == [VERSION]) == stands
 
 
 # ---------------------------------------------------------------- what is wrong

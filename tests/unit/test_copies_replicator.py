@@ -40,7 +40,7 @@ def some_parts(seed, rows=100):
     dtypes = {"main": torch.float32, "moment": torch.bfloat16}
     return [
         Part(
-            piece=tensor_slice,
+            tensor_slice=tensor_slice,
             values={
                 name: torch.randn(tensor_slice.size, generator=generator).to(dtype) for name, dtype in dtypes.items()
             },
@@ -138,7 +138,9 @@ def test_a_snapshot_becomes_a_copy_on_the_own_host(here):
     assert place == near(2, 0)
     assert (manifest.run, manifest.slot, manifest.holders) == ("run", SLOT, (1, SLOT))
     assert (manifest.version, manifest.extras) == (Version(step=5, epoch=2), {"consumed": 40})
-    assert [(held.piece, held.numbers) for held in manifest.held] == [(part.piece, {"step": 5}) for part in parts]
+    assert [(held.tensor_slice, held.numbers) for held in manifest.held] == [
+        (part.tensor_slice, {"step": 5}) for part in parts
+    ]
     assert same(shown(here.store, place), kept(parts))
     (copied,) = here.copied
     assert (copied.step, copied.size, copied.far) == (5, manifest.size, 0)
@@ -184,7 +186,7 @@ def test_copies_of_many_chunks_are_the_state_byte_for_byte(here, there, monkeypa
         assert torch.equal(bytes_in(store, place), state)
         assert wrong_in(store, place) == []
     held = there.store.manifest(far(2, 0)).held[0]
-    of_all = Runs(starts=torch.tensor([0, 5]), lengths=torch.tensor([5, held.piece.size - 5]))
+    of_all = Runs(starts=torch.tensor([0, 5]), lengths=torch.tensor([5, held.tensor_slice.size - 5]))
     asked = there.peer().get(far(2, 0), 0, held, of_all)
     assert all(
         torch.equal(asked[name].view(torch.uint8), live.view(torch.uint8)) for name, live in parts[0].values.items()
@@ -423,7 +425,7 @@ def test_state_that_is_not_finite_is_not_copied_and_the_committed_copy_stays(her
     name, values = list(parts[part].values.items())[part]
     values.view(-1)[3] = value
     assert not here.copy(snapshot(7, parts=parts))
-    assert f"{parts[part].piece.tensor} ({name}) is not finite after step 7" in here.trouble[-1]
+    assert f"{parts[part].tensor_slice.tensor} ({name}) is not finite after step 7" in here.trouble[-1]
     assert [version.step for _, version, _ in here.store.versions()] == [6]
     assert here.copy(snapshot(8))
     assert {version.step for _, version, _ in here.store.versions()} == {6, 8}

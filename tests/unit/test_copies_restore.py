@@ -10,7 +10,7 @@ import torch
 
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.replicator import Part, Replicator, Snapshot
-from ntp_plugin.copies.restore import Restoration, describe, standable
+from ntp_plugin.copies.restore import Restoration, describe, restorable
 from ntp_plugin.copies.slices import TensorSlice, indices
 from ntp_plugin.copies.store import FAR, NEAR, CopyKey, Store
 from ntp_plugin.copies.wire import Peer, Server
@@ -87,13 +87,13 @@ def state(step):
 def part_of(whole, wanted):
     index = indices(wanted.runs.starts, wanted.runs.lengths)
     values = {name: values.reshape(-1)[index] for name, values in whole[wanted.tensor].items()}
-    return Part(piece=wanted, values=values, numbers={"step": 5})
+    return Part(tensor_slice=wanted, values=values, numbers={"step": 5})
 
 
 def room_for(wanted):
     """Room for a part, with values that reveal what is not filled."""
     values = {name: torch.full((wanted.size,), torch.nan, dtype=dtype) for name, dtype in DTYPES.items()}
-    return Part(piece=wanted, values=values, numbers={})
+    return Part(tensor_slice=wanted, values=values, numbers={})
 
 
 class Process:
@@ -102,7 +102,7 @@ class Process:
     def __init__(self, folder, slot, host):
         self.slot, self.host, self.trouble, self.peers = slot, host, [], {}
         self.store = Store(folder / f"host-{host}")
-        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.trouble.append)
+        self.server = Server(self.store, run="run", secret=SECRET, host="127.0.0.1", report=self.trouble.append)
 
     def peer(self, address):
         if address not in self.peers:
@@ -209,7 +209,7 @@ def restore(members, layout, *, version=VERSION, afterwards=nothing):
             slot=process.slot,
             host=process.host,
             is_host_leader=process.slot == min(alike),
-            tell_all=all_gather,
+            all_gather=all_gather,
             address=process.server.address,
             peer=process.peer,
             trouble=process.trouble.append,
@@ -228,10 +228,10 @@ def assert_sound(results, step=5):
     assert not [result for result in results if isinstance(result, StateLost)]
     for _, parts, _ in results:
         for part in parts:
-            expected = part_of(whole, part.piece).values
+            expected = part_of(whole, part.tensor_slice).values
             assert part.values.keys() == expected.keys()
             for name, live in part.values.items():
-                assert torch.equal(live, expected[name]), f"{part.piece.tensor} {name}"
+                assert torch.equal(live, expected[name]), f"{part.tensor_slice.tensor} {name}"
 
 
 def total(done):
@@ -245,7 +245,7 @@ def bytes_of(slices):
 def corrupt(folder, host, place, tensor):
     """Flip a bit of the last entry of what a copy has of a tensor."""
     store = Store(folder / f"host-{host}")
-    (held,) = (held for held in store.manifest(place).held if held.piece.tensor == tensor)
+    (held,) = (held for held in store.manifest(place).held if held.tensor_slice.tensor == tensor)
     mapped(store, place)[held.entries[-1].offset + 3] ^= 16
     store.close()
 
@@ -360,7 +360,7 @@ def test_an_older_version_is_restored_if_the_newest_cannot(started, tmp_path):
     for host, kind in [(0, NEAR), (1, FAR)]:
         corrupt(tmp_path, host, copy_at(kind, 0), "row")
     members = [*before, started(2, 0)]
-    versions = standable([describe(member.store) for member in members])
+    versions = restorable([describe(member.store) for member in members])
     assert versions == [VERSION, Version(step=4, epoch=1)]
     assert all(isinstance(found, StateLost) for found in restore(members, THIRDS, version=versions[0]))
     assert_sound(restore(members, THIRDS, version=versions[1]), step=4)
@@ -375,18 +375,18 @@ def test_complete_versions_are_listed_newest_first(started):
     first.copy(lacking, HALVES[0], (0, 1), [second.server.address])
     newest_first = whole[::-1]
     descriptions = [describe(each.store) for each in before]
-    assert standable(descriptions) == standable([*descriptions, "", "[]"]) == newest_first
-    assert standable(descriptions[:1]) == standable(descriptions[1:]) == newest_first, "each host has both parts"
+    assert restorable(descriptions) == restorable([*descriptions, "", "[]"]) == newest_first
+    assert restorable(descriptions[:1]) == restorable(descriptions[1:]) == newest_first, "each host has both parts"
     second.copy(lacking, HALVES[1], (0, 1), [])
-    assert standable([describe(each.store) for each in before]) == [lacking, *newest_first]
-    assert standable([describe(first.store)]) == newest_first
-    assert standable([]) == standable([""]) == []
+    assert restorable([describe(each.store) for each in before]) == [lacking, *newest_first]
+    assert restorable([describe(first.store)]) == newest_first
+    assert restorable([]) == restorable([""]) == []
 
 
 def test_a_member_without_copies_of_a_version_is_not_waited_for():
     description = json.dumps([[5, 2, slot, [0, 3]] for slot in (0, 3)])
-    assert standable([description]) == [VERSION]
-    assert standable([json.dumps([[5, 2, 0, [0, 3]]])]) == []
+    assert restorable([description]) == [VERSION]
+    assert restorable([json.dumps([[5, 2, 0, [0, 3]]])]) == []
 
 
 @pytest.mark.parametrize("at", [(0, 0, "column"), (2, 2, "flat"), (1, 3, "norm"), (2, 4, "norm")])

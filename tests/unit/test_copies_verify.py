@@ -42,7 +42,7 @@ def _copied(store, dtypes):
     generator = torch.Generator().manual_seed(len(dtypes))
     parts = [
         Part(
-            piece=TensorSlice(
+            tensor_slice=TensorSlice(
                 tensor=f"{number}",
                 shape=(30, COLUMNS),
                 dim=1,
@@ -118,7 +118,7 @@ def test_offsets_beyond_the_bytes_are_not_read(copied):
 
 def test_misaligned_values_are_left_to_torch(copied):
     manifest, _ = copied((("float32",), ("float32",)))
-    (tensor_slice, ((name, dtype, _),)), other = manifest.layout.pieces
+    (tensor_slice, ((name, dtype, _),)), other = manifest.layout.tensor_slices
     odd = dataclasses.replace(manifest, layout=laid_out(((tensor_slice, ((name, dtype, 2),)), other)))
     assert not odd.layout.is_aligned
     assert Checked.begun(torch.zeros(manifest.size, dtype=torch.uint8), odd) is None

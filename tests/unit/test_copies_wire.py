@@ -33,7 +33,7 @@ class There:
     def __init__(self, folder, *, at_most=None, **options):
         self.store, self.reported, self.peers = Store(folder, at_most=at_most), [], []
         self.server = Server(
-            self.store, run="run", secret=SECRET, host="127.0.0.1", told=self.reported.append, **options
+            self.store, run="run", secret=SECRET, host="127.0.0.1", report=self.reported.append, **options
         )
 
     def peer(self, *, run="run", secret=SECRET, timeout_s=PATIENCE_S):
@@ -164,11 +164,11 @@ def test_any_elements_can_be_requested(there):
     def elements_come_as_they_are(data):
         number = data.draw(st.integers(0, 2))
         held = manifest.held[number]
-        bounds = sorted(data.draw(st.sets(st.integers(0, held.piece.size), min_size=2, max_size=12)))
+        bounds = sorted(data.draw(st.sets(st.integers(0, held.tensor_slice.size), min_size=2, max_size=12)))
         chosen = data.draw(st.permutations(list(zip(bounds[:-1:2], bounds[1::2], strict=False))))
         starts, lengths = torch.tensor([(start, stop - start) for start, stop in chosen]).T
         found = peer.get(FAR_PLACE, number, held, Runs(starts=starts, lengths=lengths))
-        expected = values[held.piece.tensor].reshape(-1)[indices(starts, lengths)]
+        expected = values[held.tensor_slice.tensor].reshape(-1)[indices(starts, lengths)]
         assert found.keys() == {"weight"}
         assert found["weight"].dtype == expected.dtype
         assert torch.equal(found["weight"], expected)
@@ -178,7 +178,7 @@ def test_any_elements_can_be_requested(there):
 
 
 def all_of(held):
-    return Runs(starts=torch.tensor([0]), lengths=torch.tensor([held.piece.size]))
+    return Runs(starts=torch.tensor([0]), lengths=torch.tensor([held.tensor_slice.size]))
 
 
 def test_elements_of_a_changed_slice_are_not_sent(there):

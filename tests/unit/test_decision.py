@@ -50,7 +50,7 @@ def test_a_restart_is_chosen_where_more_work_is_done_until_repair(restart_s, wor
 
 def test_a_step_is_compared_with_a_nominal_one_of_as_many_splits():
     """An interleaved pipeline splits a micro-batch of the plan, and a full-width replica does so too."""
-    one, split = (decide(plan(dataclasses.replace(nominal(), pieces=number), "r1.s0.t2")).table[0] for number in (1, 4))
+    one, split = (decide(plan(dataclasses.replace(nominal(), splits=number), "r1.s0.t2")).table[0] for number in (1, 4))
     assert one.action == REDUCE_TP
     assert split.throughput == pytest.approx(one.throughput)
 

@@ -37,8 +37,8 @@ class Groups:
         self.surviving = CollectiveWait()
         self.waiting = lambda: self.surviving
         self.check = lambda: None
-        self.break_out = lambda _: 0
-        self.offer = dict
+        self.interrupt = lambda _: 0
+        self.addresses = dict
         self.unmatched = lambda _: {}
         self.regroup = lambda *_, **__: None
 
@@ -84,8 +84,8 @@ def test_one_rank_has_finished_the_last_section_and_another_has_not(apart):
         member = driver(keys, MEMBER_IDS[0])
 
         def work():
-            done[0].append(member.heading_for)
-            if member.heading_for == 0:
+            done[0].append(member.target_epoch)
+            if member.target_epoch == 0:
                 keys.create(protocol.view_key(1), protocol.without(FIRST, [2]).encode())
                 lost.set()
 
@@ -94,7 +94,7 @@ def test_one_rank_has_finished_the_last_section_and_another_has_not(apart):
 
     def second():
         member = driver(Late(keys, lost), MEMBER_IDS[1])
-        member.at_the_end(lambda: done[1].append(member.heading_for))
+        member.at_the_end(lambda: done[1].append(member.target_epoch))
         member.finish()
 
     keys.create("arrived/0/2", "arrived")

@@ -8,12 +8,12 @@ from ntp_plugin.membership.failure_detector import (
     Pulse,
     Standstill,
     Thresholds,
-    answered,
+    after_heartbeat,
+    after_stop_query,
     cut_off,
-    gone,
-    heard,
+    find_lost,
     hung,
-    is_to_be_asked_about,
+    is_stop_query_due,
     judge,
     left_over,
     standstill,
@@ -29,7 +29,7 @@ def heartbeats(at, *, waiting=False, moved_at=None, **more):
 
 def verdicts(pulses, limits, *, now):
     """The failures that the supervisor of a job on one host finds."""
-    return gone(pulses, limits, now=now) or judge({0: standstill(pulses, limits)}, {0: pulses}, limits)
+    return find_lost(pulses, limits, now=now) or judge({0: standstill(pulses, limits)}, {0: pulses}, limits)
 
 
 def kinds(pulses, now):
@@ -47,9 +47,9 @@ def test_an_ended_process_is_lost_at_once_unless_the_job_is_over():
     [(0.29, True, None), (0.31, True, "frozen"), (4.9, False, None), (5.1, False, "silent")],
 )
 def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
-    now, pulse = 10.0 + silence, heard(heartbeats(10.0), now=10.0, moved_at=10.0)
+    now, pulse = 10.0 + silence, after_heartbeat(heartbeats(10.0), now=10.0, moved_at=10.0)
     for asked_at in (10.0, now):
-        pulse = answered(pulse, LIMITS, now=asked_at, stopped=stopped)
+        pulse = after_stop_query(pulse, LIMITS, now=asked_at, stopped=stopped)
     found = kinds({0: pulse, 1: heartbeats(now)}, now=now)
     assert found == ({0: kind} if kind else {})
 
@@ -58,25 +58,25 @@ def test_silence_means_frozen_only_in_a_stopped_process(silence, stopped, kind):
 @pytest.mark.parametrize("begins", [0.0, 0.01, 0.049])
 def test_a_stopped_process_is_frozen_by_its_stopped_time_only(stopped_for, verdict, begins):
     """It was polled every 0.05 s at least, observed every 0.005 s, and its heartbeat is older than a stop may last."""
-    pulse, found = heard(Pulse(started_at=0.0), now=9.0, moved_at=9.0), None
+    pulse, found = after_heartbeat(Pulse(started_at=0.0), now=9.0, moved_at=9.0), None
     for look in range(300):
         now = 9.0 + 0.005 * look
-        if is_to_be_asked_about(pulse, LIMITS, now=now):
-            pulse = answered(pulse, LIMITS, now=now, stopped=10.0 + begins <= now < 10.0 + begins + stopped_for)
+        if is_stop_query_due(pulse, LIMITS, now=now):
+            pulse = after_stop_query(pulse, LIMITS, now=now, stopped=10.0 + begins <= now < 10.0 + begins + stopped_for)
         found = found or kinds({0: pulse, 1: heartbeats(now)}, now=now).get(0)
     assert found == verdict
 
 
 def test_a_late_poll_does_not_count_as_stopped_time():
-    late = answered(heard(heartbeats(10.0), now=10.0, moved_at=10.0), LIMITS, now=11.0, stopped=True)
+    late = after_stop_query(after_heartbeat(heartbeats(10.0), now=10.0, moved_at=10.0), LIMITS, now=11.0, stopped=True)
     assert kinds({0: late, 1: heartbeats(11.0)}, now=11.0) == {}
-    still = answered(late, LIMITS, now=11.26, stopped=True)
+    still = after_stop_query(late, LIMITS, now=11.26, stopped=True)
     assert kinds({0: still, 1: heartbeats(11.26)}, now=11.26) == {0: "frozen"}
 
 
 def test_an_ended_process_is_not_polled():
-    assert is_to_be_asked_about(heartbeats(10.0), LIMITS, now=10.0)
-    assert not is_to_be_asked_about(heartbeats(10.0, ended=-9), LIMITS, now=10.0)
+    assert is_stop_query_due(heartbeats(10.0), LIMITS, now=10.0)
+    assert not is_stop_query_due(heartbeats(10.0, ended=-9), LIMITS, now=10.0)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,11 @@ def test_an_announced_end_has_the_time_limit_of_a_hang(silence, kind):
 
 
 def test_a_stopped_process_with_heartbeats_is_not_lost():
-    stopped = answered(answered(heartbeats(10.0), LIMITS, now=10.0, stopped=True), LIMITS, now=10.5, stopped=True)
+    stopped = after_stop_query(
+        after_stop_query(heartbeats(10.0), LIMITS, now=10.0, stopped=True), LIMITS, now=10.5, stopped=True
+    )
     assert kinds({0: stopped}, now=10.5) == {0: "frozen"}
-    assert kinds({0: heard(stopped, now=10.6, moved_at=10.0)}, now=10.6) == {}
+    assert kinds({0: after_heartbeat(stopped, now=10.6, moved_at=10.0)}, now=10.6) == {}
 
 
 def test_the_rank_that_all_others_wait_for_is_hung():
@@ -184,8 +186,8 @@ def test_a_rank_with_timely_heartbeats_is_never_lost(beats):
         now += pause
         found = verdicts({0: pulse, 1: heartbeats(now)}, LIMITS, now=now)
         assert not found
-        pulse = heard(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0)
-        pulse = answered(pulse, LIMITS, now=now, stopped=stopped)
+        pulse = after_heartbeat(pulse, now=now, moved_at=now if moves else pulse.moved_at or 0.0)
+        pulse = after_stop_query(pulse, LIMITS, now=now, stopped=stopped)
 
 
 def test_a_rank_hung_in_its_wait_for_the_end_is_not_working():

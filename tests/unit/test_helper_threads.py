@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from ntp_plugin.groups.waits import BreakableWaits
+from ntp_plugin.groups.waits import InterruptibleWaits
 
 
 def test_a_failed_task_keeps_no_frames_alive():
@@ -29,7 +29,7 @@ def test_a_failed_task_keeps_no_frames_alive():
             return
         pytest.fail("it went well")
 
-    waits = BreakableWaits()
+    waits = InterruptibleWaits()
     gc.disable()
     try:
         attempt(waits)

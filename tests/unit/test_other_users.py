@@ -26,7 +26,7 @@ from ntp_plugin.launch.records import newest_record
 from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.private_folders import is_private
-from tests.unit.test_cli_status import BEGAN, tell
+from tests.unit.test_cli_status import BEGAN, write_events
 
 NOBODY = 65534
 LATER = 3600
@@ -55,7 +55,7 @@ def a_dead_run(shared):
     """Create the copies of a dead job of ours; returns their folder."""
     run = RunFolder(COPIES, shared)
     tensor_slice = TensorSlice(tensor="w", shape=(4, 5), dim=0, ranges=((0, 4),), start=0, stop=20)
-    part = Part(piece=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
+    part = Part(tensor_slice=tensor_slice, values={"main": torch.arange(20.0)}, numbers={})
     version, extras = Version(step=7, epoch=2), {"framework": "megatron"}
     replicator = Replicator(Store(run.path / "host-0"), run="ntp/job", secret="", slot=3, trouble=pytest.fail)
     replicator.begin(Snapshot(version=version, holders=(3,), parts=[part], extras=extras))
@@ -166,7 +166,7 @@ def test_status_and_report_take_the_newest_record_of_ours(shared, planted, capsy
     with pytest.raises(ConfigError, match="there is no record of a run"):
         newest_record()
     record = RunFolder("ntp-record-", shared)
-    tell(record.path, BEGAN)
+    write_events(record.path, BEGAN)
     os.utime(record.path / "events.jsonl", (time.time() - LATER,) * 2)
     assert newest_record() == record.path
     assert main(["status", "--json"]) == 0

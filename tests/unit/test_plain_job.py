@@ -11,12 +11,12 @@ class Driver:
     """One recovery comes before the first attempt, or between two."""
 
     def __init__(self, recovers, *, interrupts=False):
-        self.heading_for, self._recovers, self._interrupts = 0, recovers, interrupts
+        self.target_epoch, self._recovers, self._interrupts = 0, recovers, interrupts
 
-    def carry_through(self, step):
+    def run_with_recovery(self, step):
         if self._interrupts:
             step()
-        self.heading_for += 1
+        self.target_epoch += 1
         self._recovers()
         return step()
 

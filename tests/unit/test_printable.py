@@ -19,7 +19,7 @@ from ntp_plugin.launch.run_folder import COPIES, RunFolder
 from ntp_plugin.telemetry import Committed, CopyTrouble, Corrupted, Ended, FaultInjected, RankLost
 from ntp_plugin.telemetry.printable import printable
 from tests.unit.copies_bytes import mapped
-from tests.unit.test_cli_status import tell, write_beginning
+from tests.unit.test_cli_status import write_beginning, write_events
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]52;c;cm0gLXJm\x1b\\\x1bc\x1bP1;2q\x1b\\[red]\u202e\x00\x08\r\n"
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]")
@@ -53,11 +53,11 @@ def with_control_characters(tmp_path):
     write_beginning(tmp_path, pids=range(1, 5), machine="another machine")
     losses = {f"lm{EVIL}loss": 5.5}
     for number in (1, 2, 3, 4, 5, 6):
-        tell(tmp_path, Committed(step=number, epoch=0, seconds=0.2, losses=losses, samples=[]))
-    tell(tmp_path, RankLost(number=1, pid=2, kind=EVIL, reason=f"code{EVIL}-9"))
-    tell(tmp_path, FaultInjected(fault=EVIL, what=f"kill{EVIL}", whom=f"slot{EVIL}", fault_point=EVIL, step=2))
-    tell(tmp_path, CopyTrouble(what=f"late{EVIL}"), slot=f"r9{EVIL}")
-    tell(tmp_path, Corrupted(step=3, what=EVIL, slots=[EVIL], certain=True, healed=False), Ended())
+        write_events(tmp_path, Committed(step=number, epoch=0, seconds=0.2, losses=losses, samples=[]))
+    write_events(tmp_path, RankLost(number=1, pid=2, kind=EVIL, reason=f"code{EVIL}-9"))
+    write_events(tmp_path, FaultInjected(fault=EVIL, what=f"kill{EVIL}", whom=f"slot{EVIL}", fault_point=EVIL, step=2))
+    write_events(tmp_path, CopyTrouble(what=f"late{EVIL}"), slot=f"r9{EVIL}")
+    write_events(tmp_path, Corrupted(step=3, what=EVIL, slots=[EVIL], certain=True, healed=False), Ended())
     return tmp_path
 
 
@@ -91,7 +91,7 @@ def test_copies(tmp_path, monkeypatch, capsys):
     store = Store(run.path / "host-0\x1b[31m")
     replicator = Replicator(store, run=f"job{EVIL}", secret="", slot=3, trouble=pytest.fail)
     tensor_slice = TensorSlice(tensor=f"w{EVIL}", shape=(4,), dim=0, ranges=((0, 4),), start=0, stop=4)
-    part = Part(piece=tensor_slice, values={"main": torch.arange(4.0)}, numbers={})
+    part = Part(tensor_slice=tensor_slice, values={"main": torch.arange(4.0)}, numbers={})
     replicator.begin(Snapshot(version=Version(step=7, epoch=2), holders=(3,), parts=[part], extras={}))
     replicator.close()
     (place, _), *_ = store.found()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ntp_plugin
-from ntp_plugin.telemetry import Began, Committed, Ended, RankLost, Recovered, Teller, events_file
+from ntp_plugin.telemetry import Began, Committed, Ended, EventWriter, RankLost, Recovered, events_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -130,7 +130,7 @@ def test_the_example_of_a_plan_runs():
 
 
 def test_the_example_of_a_record_runs(tmp_path):
-    teller = Teller(events_file(tmp_path), "r0.s0.t0")
+    event_writer = EventWriter(events_file(tmp_path), "r0.s0.t0")
     settings = {"number": 0, "pid": 1, "joiner": False, "replicas": 2, "stages": 1, "tp": 1}
     recovered = {"epoch": 1, "seconds": 0.25, "back": [], "widths": [[1], [0]], "micro_batches": [2, 0]}
     for event in (
@@ -140,8 +140,8 @@ def test_the_example_of_a_record_runs(tmp_path):
         Recovered(**recovered, lost=["r1.s0.t0"]),
         Ended(),
     ):
-        teller.tell(event)
-    teller.close()
+        event_writer.write(event)
+    event_writer.close()
     output = run(str(EXAMPLES / "read_a_record.py"), str(tmp_path))
     assert output.splitlines() == [
         "rank 1 lost: exited with -9",

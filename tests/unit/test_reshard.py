@@ -131,11 +131,11 @@ def test_a_tensor_that_differs_is_named_with_the_slots():
         if slot == 1:
             entries[WEIGHT] = entries[WEIGHT].flip(0)
         surveys[slot] = survey(recut, entries, entries, step=3)
-    compare(tensor, surveys, replica_digests_before=[[2]], replica_digests_after=[[2]])
+    compare(tensor, surveys, holders_before=[[2]], holders_after=[[2]])
     with pytest.raises(
         StateLost, match=r"column\.weight \(weight\) is not the same.*after in slots 0, 1 \w{16}; after"
     ):
-        compare(tensor, surveys, replica_digests_before=[], replica_digests_after=[[0, 1], [2]])
+        compare(tensor, surveys, holders_before=[], holders_after=[[0, 1], [2]])
 
 
 @given(st.data())
@@ -158,13 +158,13 @@ def test_sums_are_equal_when_every_tensor_is(data):
 
     def alike():
         sums = {slot: summed(of_slots[slot] for of_slots in surveys.values()) for slot in range(6)}
-        return are_alike(sums, replica_digests_before=before, replica_digests_after=after)
+        return are_alike(sums, holders_before=before, holders_after=after)
 
     def each_is_alike():
         for name, of_slots in surveys.items():
             tensor = Tensor(name=name, shape=(4, 2), family="f", runs=(Run(start=0, unit_size=1),))
             try:
-                compare(tensor, of_slots, replica_digests_before=before, replica_digests_after=after)
+                compare(tensor, of_slots, holders_before=before, holders_after=after)
             except StateLost:
                 return False
         return True

@@ -176,7 +176,7 @@ def test_an_interrupted_move_leaves_the_state_that_the_next_one_needs(history):
 
 def test_the_model_detects_a_plan_that_forgets_built_tensors(monkeypatch):
     """A negative control: a member that has built a tensor, but not switched to it, is taken for empty."""
-    forgetful = lambda alike, number, version: alike.told.versions[number] == version  # noqa: E731
+    forgetful = lambda alike, number, version: alike.reported.versions[number] == version  # noqa: E731
     monkeypatch.setattr(reshard_plan._Alike, "hold", forgetful)
     everybody, nobody, whole = frozenset(range(4)), frozenset(), len(TENSORS)
     with pytest.raises(AssertionError, match="state is called lost only where it is"):
@@ -226,14 +226,12 @@ def test_members_with_equal_reports_are_checked_once(monkeypatch):
     (plan,) = plan_relayout(nominal, {rank: held_at_first() for rank in range(256) if rank != 5}, 1)
     assert len(looked) == len(TENSORS)
     assert [[move.tensor.name for move in kind] for kind in plan.kinds(plan.moves)] == [["first", "second"], ["norm"]]
-    assert plan.holder_sets(plan.moves[0]) is plan.holder_sets(plan.moves[2]), (
-        "and so are tensors that are held alike"
-    )
+    assert plan.holder_sets(plan.moves[0]) is plan.holder_sets(plan.moves[2]), "and so are tensors that are held alike"
 
 
 def test_one_holder_reports_each_tensor():
     nominal = job(4, 2)
     held = {rank: held_at_first() for rank in range(8)} | {0: dataclasses.replace(held_at_first(), versions=(-1, 0, 0))}
     (plan,) = plan_relayout(nominal, held, 1)
-    tensors_of = {rank: plan.tensors_told_by(nominal.topology.slot_of(rank)) for rank in range(8)}
+    tensors_of = {rank: plan.tensors_reported_by(nominal.topology.slot_of(rank)) for rank in range(8)}
     assert {rank: names for rank, names in tensors_of.items() if names} == {0: ["norm", "second"], 1: ["first"]}

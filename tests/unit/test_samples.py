@@ -9,7 +9,7 @@ from ntp_plugin.training.samples import ReplicaSamples
 
 
 def samples(paces, nominal, *, consumed=0, steps=2, splits=1):
-    split = split_batch({r: ReplicaPace(ns=ns, pieces=splits) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
+    split = split_batch({r: ReplicaPace(ns=ns, splits=splits) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
     available = consumed + steps * nominal.total * nominal.micro_batch + 1
     return [
         ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares

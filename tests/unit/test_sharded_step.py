@@ -52,6 +52,6 @@ def test_shards_are_described_by_their_places_in_the_tensor():
         return TensorSlice(tensor=name, shape=(3, 8), dim=1, ranges=places, start=start, stop=stop)
 
     first = shards_of_lanes(step, slice_of)[0]
-    ((tensor_slice, at),) = first.pieces
+    ((tensor_slice, at),) = first.tensor_slices
     assert (tensor_slice.tensor, tensor_slice.ranges, tensor_slice.size, at) == ("a", ((6, 8),), 6, 0)
     assert tensor_slice.runs.starts.tolist() == [6, 14, 22]

@@ -21,7 +21,7 @@ from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.recording import RecordingOptions
 from ntp_plugin.launch.records import newest_record
 from ntp_plugin.recovery.rank_context import RankContext
-from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, Follower, RankLost, Recovered, Teller
+from ntp_plugin.telemetry import Committed, Compared, Copied, Corrupted, EventWriter, Follower, RankLost, Recovered
 from ntp_plugin.telemetry.relay import Relay
 from ntp_plugin.telemetry.wandb_sink import passed_to_workers
 from tests.unit.wandb_file import records
@@ -54,29 +54,29 @@ def write_a_run(folder):
     """Five steps of two replicas, recorded by all members; one slot is lost in the third step, a new process replaces
     it in the fourth, and two slots record the second step once more."""
     folder.mkdir(exist_ok=True)
-    tellers = {slot: Teller(folder / "events.jsonl", slot) for slot in SLOTS}
+    writers = {slot: EventWriter(folder / "events.jsonl", slot) for slot in SLOTS}
     for number, slot in enumerate(SLOTS):
-        tellers[slot].tell(dataclasses.replace(BEGAN, number=number, pid=100 + number))
+        writers[slot].write(dataclasses.replace(BEGAN, number=number, pid=100 + number))
 
     def write_all(event, *, but=()):
         for slot in SLOTS:
             if slot not in but:
-                tellers[slot].tell(event)
+                writers[slot].write(event)
 
     for step in range(1, 6):
         away = ["r0.s0.t1"] if step == 3 else []
         if step == 3:
             lost = RankLost(number=1, pid=101, kind="ended", reason="its process ended with code -9")
-            Teller(folder / "events.jsonl", "host0").tell(lost)
+            EventWriter(folder / "events.jsonl", "host0").write(lost)
             write_all(recovered(1, lost=away, back=[], widths=[[1], [2]], micro_batches=[1, 3]), but=away)
         if step == 4:
-            tellers["r0.s0.t1"].tell(dataclasses.replace(BEGAN, number=1, pid=201, joiner=True))
+            writers["r0.s0.t1"].write(dataclasses.replace(BEGAN, number=1, pid=201, joiner=True))
             write_all(recovered(2, lost=[], back=["r0.s0.t1"], widths=[[2], [2]], micro_batches=[2, 2]))
         losses = {"lm loss": 5.0 - step}
         write_all(Committed(step=step, epoch=max(0, step - 2), seconds=0.1, losses=losses, samples=[]), but=away)
         write_all(Copied(step=step, size=1000, taken_s=0.0, seconds=0.0, far=1), but=away)
     for slot in SLOTS[:2]:
-        tellers[slot].tell(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
+        writers[slot].write(Committed(step=2, epoch=1, seconds=0.1, losses={"lm loss": 3.0}, samples=[]))
     write_all(Compared(step=5, values=12, odd=1))
     write_all(Corrupted(step=5, what="weight w", slots=["r0.s0.t0", "r1.s0.t0"], certain=False, healed=False))
 
@@ -213,7 +213,7 @@ def test_a_replacement_host_continues_the_record_and_a_new_run_does_not(tmp_path
     lost = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     for founds in (True, False):
         underway = begun(tmp_path, founds=founds)
-        underway.tell(lost)
+        underway.write(lost)
         underway.end()
     assert [one.event for one in Follower(tmp_path).news()] == [lost, lost]
     with pytest.raises(ConfigError, match="the record of another run"):
@@ -232,7 +232,7 @@ LOST = RankLost(number=1, pid=1, kind="ended", reason="code -9")
 def run_without_a_folder(*, is_recorded=True):
     underway = begun(None, founds=True)
     if is_recorded:
-        underway.tell(LOST)
+        underway.write(LOST)
     underway.end()
     return Path(underway.passed_to_workers["NTP_EVENTS"]).parent
 
@@ -249,14 +249,14 @@ def test_a_run_without_a_given_folder_has_a_record(temporary, capsys):
 def test_a_deleted_record_is_no_error_at_the_end(temporary):
     underway = begun(None, founds=True)
     shutil.rmtree(Path(underway.passed_to_workers["NTP_EVENTS"]).parent)
-    underway.tell(LOST)
+    underway.write(LOST)
     underway.end()
     assert not list(temporary.iterdir())
 
 
 def test_the_last_ten_records_are_kept_and_living_runs_are_not_removed(temporary):
     living = begun(None, founds=True)
-    living.tell(LOST)
+    living.write(LOST)
     ended = [run_without_a_folder() for _ in range(12)]
     assert set(temporary.iterdir()) == {*ended[-10:], Path(living.passed_to_workers["NTP_EVENTS"]).parent}
     living.end()
@@ -295,7 +295,7 @@ class Broken:
 
     heard: int = 0
 
-    def hear(self, *_, **__):
+    def receive(self, *_, **__):
         self.heard += 1
         if self.heard == 3:
             raise ConnectionError("the server is away")
@@ -312,7 +312,7 @@ class Working:
     again: int = 0
     closed: bool = False
 
-    def hear(self, *_, again, **__):
+    def receive(self, *_, again, **__):
         self.heard += 1
         self.again += again
 
@@ -323,7 +323,7 @@ class Working:
 def test_a_failing_sink_is_dropped_and_the_others_continue(tmp_path):
     write_a_run(tmp_path)
     broken, working, log = Broken(), Working(), []
-    relay = Relay(Follower(tmp_path), [broken, working], come_to=tmp_path / "come-to", log=log.append)
+    relay = Relay(Follower(tmp_path), [broken, working], position_file=tmp_path / "come-to", log=log.append)
     relay.hand_over()
     relay.close()
     assert (broken.heard, working.closed) == (3, True)
@@ -338,20 +338,20 @@ def test_a_killed_relay_leaves_its_position(tmp_path, left, again):
     write_a_run(tmp_path)
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines[:18]) + lines[18][:9])
-    come_to, sinks = tmp_path / "handed-over.json", [Working(), Working()]
-    Relay(Follower(tmp_path), sinks[:1], come_to=come_to, log=print).hand_over()
+    position_file, sinks = tmp_path / "handed-over.json", [Working(), Working()]
+    Relay(Follower(tmp_path), sinks[:1], position_file=position_file, log=print).hand_over()
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
     if left is not None:
-        come_to.write_text(left)
-    Relay(Follower(tmp_path), sinks[1:], come_to=come_to, log=print).hand_over()
+        position_file.write_text(left)
+    Relay(Follower(tmp_path), sinks[1:], position_file=position_file, log=print).hand_over()
     assert [(sink.heard, sink.again) for sink in sinks] == [(18, 0), (len(lines), again)]
 
 
 def test_events_that_a_failed_sink_missed_do_not_count_as_delivered(tmp_path):
     write_a_run(tmp_path)
-    come_to = tmp_path / "handed-over.json"
-    Relay(Follower(tmp_path), [Broken()], come_to=come_to, log=print).hand_over()
-    assert not come_to.exists()
+    position_file = tmp_path / "handed-over.json"
+    Relay(Follower(tmp_path), [Broken()], position_file=position_file, log=print).hand_over()
+    assert not position_file.exists()
 
 
 @pytest.mark.parametrize(

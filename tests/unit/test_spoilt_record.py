@@ -14,11 +14,11 @@ from ntp_plugin.telemetry import (
     Committed,
     Copied,
     Ended,
+    EventWriter,
     Follower,
     RankLost,
     RecordedEvent,
     Recovered,
-    Teller,
     events_file,
 )
 from ntp_plugin.telemetry.events import Compared, FaultInjected
@@ -63,18 +63,18 @@ def test_ten_thousand_malformed_lines_leave_status_unchanged(tmp_path, capsys):
     job, right, follower, all_recorded = JobState(), JobState(), Follower(tmp_path), []
     with Screen("a job") as screen:
         for slot, event in STORY:
-            Teller(path, slot).tell(event)
+            EventWriter(path, slot).write(event)
             whole = path.read_bytes().splitlines()[-1]
             with path.open("ab") as file:
                 file.writelines(spoilt(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
             news = follower.news()
             for one in news:
-                job.hear(one)
+                job.receive(one)
             screen.show(job, news)
-            right.hear(news[0])
+            right.receive(news[0])
             all_recorded.append(news[0])
             assert known(job) == known(right), event
-    assert follower.senseless > 0.8 * LINES
+    assert follower.malformed > 0.8 * LINES
     assert [news.event for news in all_recorded[:-2]] == [event for _, event in STORY[:-2]], (
         "the last but one has a NaN, which equals nothing"
     )
@@ -104,9 +104,9 @@ def test_ten_thousand_malformed_lines_leave_status_unchanged(tmp_path, capsys):
 )
 def test_an_impossible_layout_is_ignored(spoilt_event):
     job = JobState()
-    assert not job.hear(RecordedEvent(at=1.0, slot="r1.s0.t1", event=spoilt_event))
+    assert not job.receive(RecordedEvent(at=1.0, slot="r1.s0.t1", event=spoilt_event))
     assert job.slots == {}
-    job.hear(RecordedEvent(at=2.0, slot="r1.s0.t1", event=BEGAN))
+    job.receive(RecordedEvent(at=2.0, slot="r1.s0.t1", event=BEGAN))
     assert list(job.slots) == SLOTS
     assert job.began_at == 2.0
 
@@ -124,16 +124,16 @@ def test_an_impossible_layout_is_ignored(spoilt_event):
 )
 def test_events_that_do_not_fit_the_layout_are_skipped(slot, spoilt_event, capsys):
     job = JobState()
-    job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    job.receive(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
     before = known(job)
-    assert not job.hear(RecordedEvent(at=1.0, slot=slot, event=spoilt_event))
+    assert not job.receive(RecordedEvent(at=1.0, slot=slot, event=spoilt_event))
     assert known(job) == before
 
 
 def test_malformed_slots_are_neither_lost_nor_rejoined():
     job = JobState()
-    job.hear(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
-    job.hear(
+    job.receive(RecordedEvent(at=1.0, slot="r0.s0.t0", event=BEGAN))
+    job.receive(
         RecordedEvent(
             at=2.0, slot="r0.s0.t0", event=dataclasses.replace(LOST, lost=["r1.s0.t1", "r9.s9.t9"], back=["x"])
         )
@@ -146,25 +146,25 @@ def test_malformed_slots_are_neither_lost_nor_rejoined():
 @pytest.mark.parametrize("field", ["at", "step", "seconds"])
 def test_an_invalid_number_is_no_event(tmp_path, field, number):
     path = events_file(tmp_path)
-    Teller(path, "r0.s0.t0").tell(step(1))
+    EventWriter(path, "r0.s0.t0").write(step(1))
     text = path.read_text()
     value = json.dumps(json.loads(text)[field])
     path.write_text(text.replace(f'"{field}": {value}', f'"{field}": {number}'))
     follower = Follower(tmp_path)
     assert follower.news() == []
-    assert follower.senseless == 1
+    assert follower.malformed == 1
 
 
 def test_a_report_skips_an_impossible_fault_and_says_so(tmp_path, capsys):
     """Earlier it refused the complete record."""
     for slot, event in STORY:
-        with contextlib.closing(Teller(events_file(tmp_path), slot)) as teller:
-            teller.tell(event)
+        with contextlib.closing(EventWriter(events_file(tmp_path), slot)) as event_writer:
+            event_writer.write(event)
     assert main(["report", str(tmp_path)]) in (0, 1)
     before = capsys.readouterr().out
     for name in ("", "two words", "x" * 81):
-        with contextlib.closing(Teller(events_file(tmp_path), "r1.s0.t0")) as teller:
-            teller.tell(FaultInjected(fault=name, what="kill", whom="r1.s0.t1", fault_point="", step=2))
+        with contextlib.closing(EventWriter(events_file(tmp_path), "r1.s0.t0")) as event_writer:
+            event_writer.write(FaultInjected(fault=name, what="kill", whom="r1.s0.t1", fault_point="", step=2))
     assert main(["report", str(tmp_path)]) in (0, 1)
     output = capsys.readouterr().out
     assert output.startswith(before), "the rest is judged as before"

@@ -33,14 +33,14 @@ class Member:
         self.optimizer = MAKE[name]([{"params": group} for group in self.parameters])
         at = (0, cut)
         self.stepped = [
-            Stepped(parameter=one, pieces=((slice_of(start, start + len(one)), 0),))
+            Stepped(parameter=one, tensor_slices=((slice_of(start, start + len(one)), 0),))
             for start, group in zip(at, self.parameters, strict=True)
             for one in group
         ]
 
     def step(self, gradient):
         for one in self.stepped:
-            ((held, _),) = one.pieces
+            ((held, _),) = one.tensor_slices
             one.parameter.grad = gradient[held.start : held.stop].clone()
         self.optimizer.step()
 
@@ -58,11 +58,13 @@ def copied(member):
     found, values = parts(member.stepped, member.optimizer), {}
     for part in found:
         for name, value in part.values.items():
-            values.setdefault(name, torch.zeros(SIZE, dtype=value.dtype))[part.piece.start : part.piece.stop] = value
+            values.setdefault(name, torch.zeros(SIZE, dtype=value.dtype))[
+                part.tensor_slice.start : part.tensor_slice.stop
+            ] = value
     first = found[0]
     entries = (Entry(name=name, dtype=dtype_name(values[name].dtype), offset=0, digest=0) for name in values)
     return CopiedSlice(
-        piece=first.piece, entries=tuple(entries), numbers=json.loads(json.dumps(dict(first.numbers)))
+        tensor_slice=first.tensor_slice, entries=tuple(entries), numbers=json.loads(json.dumps(dict(first.numbers)))
     ), values
 
 
@@ -75,7 +77,7 @@ def moved(name, member, cut):
         for part in make_room(other.stepped, other.optimizer, {"w": held}):
             assert part.values.keys() == values.keys()
             for entry, value in part.values.items():
-                value.copy_(values[entry][part.piece.start : part.piece.stop])
+                value.copy_(values[entry][part.tensor_slice.start : part.tensor_slice.stop])
     return other
 
 
@@ -103,6 +105,6 @@ def test_copies_without_the_numbers_of_a_group_are_refused():
     member = Member("FusedAdam", 6, torch.ones(SIZE))
     member.step(torch.ones(SIZE))
     held, _ = copied(member)
-    without_numbers = CopiedSlice(piece=held.piece, entries=held.entries, numbers={})
+    without_numbers = CopiedSlice(tensor_slice=held.tensor_slice, entries=held.entries, numbers={})
     with pytest.raises(Refused, match="the copies of w lack its optimizer's step"):
         make_room(member.stepped, member.optimizer, {"w": without_numbers})

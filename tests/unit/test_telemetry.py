@@ -12,12 +12,12 @@ from ntp_plugin.telemetry import (
     Committed,
     Corrupted,
     Ended,
+    EventWriter,
     Follower,
     Hung,
     RankLost,
     RecordedEvent,
     Recovered,
-    Teller,
     events_file,
     read_run,
 )
@@ -32,15 +32,15 @@ EVENTS = [
 
 
 def write_steps(path, slot, steps):
-    teller = Teller(path, slot)
+    event_writer = EventWriter(path, slot)
     for step in range(steps):
-        teller.tell(Committed(step=step, epoch=0, seconds=0.0, losses={}, samples=list(range(100))))
+        event_writer.write(Committed(step=step, epoch=0, seconds=0.0, losses={}, samples=list(range(100))))
 
 
 def test_events_are_read_as_they_were_written(tmp_path):
-    teller = Teller(str(tmp_path / "events"), "r0.s0.t0")
+    event_writer = EventWriter(str(tmp_path / "events"), "r0.s0.t0")
     for event in EVENTS:
-        teller.tell(event)
+        event_writer.write(event)
     recorded = Follower(tmp_path / "events").news()
     assert [one.event for one in recorded] == EVENTS
     assert {one.slot for one in recorded} == {"r0.s0.t0"}
@@ -51,7 +51,7 @@ def test_a_follower_reads_each_complete_line_once(tmp_path):
     path = tmp_path / "events"
     follower = Follower(path)
     assert follower.news() == []
-    Teller(str(path), "r0.s0.t0").tell(EVENTS[0])
+    EventWriter(str(path), "r0.s0.t0").write(EVENTS[0])
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
     assert len(follower.news()) == 1
@@ -75,10 +75,10 @@ def test_lines_of_several_processes_do_not_mix(tmp_path):
 
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    teller = Teller(None, "r0.s0.t0")
-    assert not teller.is_heard
-    teller.tell(EVENTS[0])
-    teller.close()
+    event_writer = EventWriter(None, "r0.s0.t0")
+    assert not event_writer.is_recording
+    event_writer.write(EVENTS[0])
+    event_writer.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,15 +104,15 @@ def test_without_a_file_nothing_is_written(tmp_path, monkeypatch):
 def test_a_line_that_is_no_event_is_counted_and_passed_over(tmp_path, line):
     path = tmp_path / "events"
     path.write_bytes(line + b"\n")
-    Teller(path, "r0.s0.t0").tell(EVENTS[0])
+    EventWriter(path, "r0.s0.t0").write(EVENTS[0])
     follower = Follower(path)
     assert [one.event for one in follower.news()] == [EVENTS[0]]
-    assert follower.senseless == 1
+    assert follower.malformed == 1
 
 
 def test_the_records_of_all_hosts_are_read_together(tmp_path):
     for host in range(3):
-        Teller(events_file(tmp_path, host), f"host{host}").tell(EVENTS[3])
+        EventWriter(events_file(tmp_path, host), f"host{host}").write(EVENTS[3])
     follower = Follower(tmp_path)
     assert {one.slot for one in follower.news()} == {"host0", "host1", "host2"}
     assert follower.news() == []
@@ -120,14 +120,14 @@ def test_the_records_of_all_hosts_are_read_together(tmp_path):
 
 def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    teller = Teller(tmp_path / "events", "r0.s0.t0")
+    event_writer = EventWriter(tmp_path / "events", "r0.s0.t0")
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        teller.tell(EVENTS[0])
-        teller.tell(EVENTS[1])
+        event_writer.write(EVENTS[0])
+        event_writer.write(EVENTS[1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not teller.is_heard
+    assert not event_writer.is_recording
     assert caplog.text.count("no longer recorded") == 1
 
 
@@ -135,7 +135,7 @@ def heard(*events):
     """A job with these events, one second after the other."""
     job = JobState()
     recorded = [RecordedEvent(at=float(at), slot=slot, event=event) for at, (slot, event) in enumerate(events)]
-    return job, [job.hear(one) for one in recorded]
+    return job, [job.receive(one) for one in recorded]
 
 
 BEGAN = [
@@ -148,14 +148,14 @@ BEGAN = [
 def test_a_job_is_complete_until_a_rank_is_lost_and_again_when_it_rejoins():
     job, _ = heard(*BEGAN)
     assert job.whole
-    job.hear(RecordedEvent(at=5.0, slot="host0", event=RankLost(number=3, pid=0, kind="ended", reason="code -9")))
+    job.receive(RecordedEvent(at=5.0, slot="host0", event=RankLost(number=3, pid=0, kind="ended", reason="code -9")))
     assert job.slots["r1.s0.t1"] == SlotState.LOST
     lost = Recovered(epoch=1, seconds=0.5, lost=["r1.s0.t1"], back=[], widths=[[2], [1]], micro_batches=[5, 3])
-    assert job.hear(RecordedEvent(at=6.0, slot="r0.s0.t0", event=lost))
-    assert not job.hear(RecordedEvent(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"
+    assert job.receive(RecordedEvent(at=6.0, slot="r0.s0.t0", event=lost))
+    assert not job.receive(RecordedEvent(at=6.1, slot="r0.s0.t1", event=lost)), "the others only say the same"
     assert not job.whole
     back = Recovered(epoch=2, seconds=0.5, lost=[], back=["r1.s0.t1"], widths=[[2], [2]], micro_batches=[4, 4])
-    job.hear(RecordedEvent(at=7.0, slot="r0.s0.t0", event=back))
+    job.receive(RecordedEvent(at=7.0, slot="r0.s0.t0", event=back))
     assert job.whole
     assert (job.epoch, job.recoveries) == (2, 2)
 
@@ -170,16 +170,16 @@ def test_goodput_leaves_recoveries_and_steps_taken_again_out():
 
 
 def test_a_clock_that_is_set_back_does_not_change_the_order_of_a_record(tmp_path, monkeypatch):
-    teller = Teller(tmp_path / "events", "r0.s0.t0")
-    teller.tell(EVENTS[0])
+    event_writer = EventWriter(tmp_path / "events", "r0.s0.t0")
+    event_writer.write(EVENTS[0])
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    teller.tell(EVENTS[1])
+    event_writer.write(EVENTS[1])
     first, second = Follower(tmp_path / "events").news()
     assert 0 <= second.at - first.at < 60
 
 
 def test_a_reader_of_a_run_learns_of_malformed_lines(tmp_path, caplog):
-    Teller(events_file(tmp_path), "r0.s0.t0").tell(EVENTS[0])
+    EventWriter(events_file(tmp_path), "r0.s0.t0").write(EVENTS[0])
     with events_file(tmp_path).open("a") as file:
         file.write("nonsense\n")
     assert [one.event for one in read_run(tmp_path)] == [EVENTS[0]]
@@ -190,10 +190,10 @@ def test_a_full_file_takes_rare_events_and_no_more_steps(tmp_path, monkeypatch, 
     monkeypatch.setattr("ntp_plugin.telemetry.record._MOST_BYTES", 400)
     loss = RankLost(number=1, pid=1, kind="ended", reason="code -9")
     step = Committed(step=1, epoch=0, seconds=0.1, losses={}, samples=list(range(100)))
-    teller = Teller(tmp_path / "events.jsonl", "r0.s0.t0")
+    event_writer = EventWriter(tmp_path / "events.jsonl", "r0.s0.t0")
     for event in (step, step, loss):
-        teller.tell(event)
-    teller.close()
+        event_writer.write(event)
+    event_writer.close()
     assert [one.event for one in Follower(tmp_path).news()] == [step, loss]
     assert "from now on steps are not recorded" in caplog.text
 
@@ -202,9 +202,9 @@ def test_a_lost_slot_has_no_process_until_one_begins_there():
     state = JobState()
     began = Began(number=1, pid=7, joiner=False, replicas=1, stages=1, tp=2, micro_batches=[1])
     for event in (began, RankLost(number=1, pid=7, kind="ended", reason="code -9")):
-        state.hear(RecordedEvent(at=1.0, slot="r0.s0.t1", event=event))
+        state.receive(RecordedEvent(at=1.0, slot="r0.s0.t1", event=event))
     assert not state.pids
-    state.hear(RecordedEvent(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, joiner=True)))
+    state.receive(RecordedEvent(at=2.0, slot="r0.s0.t1", event=dataclasses.replace(began, pid=8, joiner=True)))
     assert state.pids == {"r0.s0.t1": 8}
 
 

@@ -27,7 +27,7 @@ def test_a_joining_rank_may_have_loaded_another_point_of_the_schedule():
 def joining(sections, left):
     rank = types.SimpleNamespace(
         place=types.SimpleNamespace(joining=True, slot=1, incarnation="1/1@0"),
-        word_if_left=lambda name: left.get(name.removeprefix("fingerprint/")),
+        shared_value_or_none=lambda name: left.get(name.removeprefix("fingerprint/")),
     )
     same_settings.require_same(rank, Fingerprint(sections=sections), leaves=False)
 
@@ -47,7 +47,7 @@ def test_a_loss_that_is_not_finite_is_looked_at_again_later_in_the_same_epoch(mo
     compared = []
     monkeypatch.setattr(ReplicaWatch, "_compare", lambda _, step: compared.append(step))
     rank = types.SimpleNamespace(groups=types.SimpleNamespace(epoch=0, slot=0), place=types.SimpleNamespace(slot=0))
-    watch = ReplicaWatch(TrainingPolicy(), None, rank=rank, replicated_state=dict, distrust=None, teller=None)
+    watch = ReplicaWatch(TrainingPolicy(), None, rank=rank, replicated_state=dict, distrust=None, event_writer=None)
     for step in (40, 41, 139, 140, 141):
         watch.not_finite(step)
     assert compared == [40, 40 + AT_LEAST_EVERY]

@@ -104,7 +104,7 @@ class CheckpointHooks:
         if cut is None:
             return entry
         tensor, family = cut
-        return in_pieces(entry, tensor, tensor.local_index(self._layout.held(family)))
+        return in_slices(entry, tensor, tensor.local_index(self._layout.held(family)))
 
     @property
     def _replicas(self) -> Sequence[int]:
@@ -139,7 +139,7 @@ def _elements(entry: Entry) -> int:
     return entry.data.numel() if isinstance(entry.data, torch.Tensor) else 0
 
 
-def in_pieces(entry: Entry, whole: Tensor, places: Spans) -> ShardedTensorFactory:
+def in_slices(entry: Entry, whole: Tensor, places: Spans) -> ShardedTensorFactory:
     """Return an entry whose data are at these places of a whole tensor, along the dim that is cut, in this order.
 
     Megatron stacks the layers of a model in one tensor, along axes before the parameter's own. Each slice gets these

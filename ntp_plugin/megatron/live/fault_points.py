@@ -11,13 +11,13 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ntp_plugin.megatron.live import start
 from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup
-from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, Weight, of_recoveries
+from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, Weight, recovery_fault_points
 from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
-def tell(job: start.MegatronJob, reached: Reached) -> None:
+def report_steps(job: start.MegatronJob, reached: Reached) -> None:
     """Report the fault points of steps, and of recoveries of a member. A joining rank gets its driver later:
-    `tell_of_recoveries`."""
+    `report_recoveries`."""
     fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
     fault_points.at(job.step.watch, "look", "compare")
     fault_points.at(job.step, "_begin", "step")
@@ -36,9 +36,9 @@ def tell(job: start.MegatronJob, reached: Reached) -> None:
     fault_points.at(dist_checkpointing, "save", "save", "written")
 
 
-def tell_of_recoveries(job: start.MegatronJob, reached: Reached) -> None:
+def report_recoveries(job: start.MegatronJob, reached: Reached) -> None:
     """Report the fault points of recoveries, once the driver exists."""
-    fault_points = of_recoveries(job.driver, job.trainer, reached)
+    fault_points = recovery_fault_points(job.driver, job.trainer, reached)
     fault_points.at(job.trainer, "_put_in", "moved")
     fault_points.at(job.model_rebuild, "wrap_again", "built", "made")
     fault_points.at(job.trainer, "wait_for_the_rest", "arriving", "arrived")
@@ -47,7 +47,7 @@ def tell_of_recoveries(job: start.MegatronJob, reached: Reached) -> None:
 def _weights(job: start.MegatronJob) -> Iterator[Weight]:
     state = job.trainer.state
     for tensor, tensor_slice in state.slices(job.trainer.layout_now):
-        yield Weight(piece=tensor_slice, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
+        yield Weight(tensor_slice=tensor_slice, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
@@ -58,17 +58,17 @@ def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:
         begin(job, *args)
         slot = job.topology.slot_of(job.rank.place.slot)
         is_here(str(slot), lambda: _weights(job))
-        tell(job, reached)
+        report_steps(job, reached)
         drive = job.rank.drive
 
         def driven(trainer: Any) -> Any:
             job.driver = drive(trainer)
-            tell_of_recoveries(job, reached)
+            report_recoveries(job, reached)
             return job.driver
 
         if job.rank.place.joining:
             job.rank.drive = driven
         else:
-            tell_of_recoveries(job, reached)
+            report_recoveries(job, reached)
 
     setattr(start.MegatronJob, "__init__", init)  # noqa: B010  (a plain assignment is not for methods)

@@ -18,14 +18,16 @@ from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recove
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.resharding.reshard_plan import AvailableVersions, RelayoutPlan, digest_of, plan_relayout
-from ntp_plugin.telemetry import Chosen, Teller
+from ntp_plugin.telemetry import Chosen, EventWriter
 
 
 class NextPlan:
     """The newest plan of a rank."""
 
-    def __init__(self, args: Any, policy: TrainingPolicy, nominal: Nominal, *, slot: int, teller: Teller) -> None:
-        self._args, self._policy, self._slot, self._teller = args, policy, slot, teller
+    def __init__(
+        self, args: Any, policy: TrainingPolicy, nominal: Nominal, *, slot: int, event_writer: EventWriter
+    ) -> None:
+        self._args, self._policy, self._slot, self._event_writer = args, policy, slot, event_writer
         fits = within_memory(nominal)
         self.too_large_below = fits.policy.min_tp_width if fits.policy.min_tp_width > policy.min_tp_width else 0
         """Replicas of fewer slots would not fit into the memory limit of the job; 0 if all fit."""
@@ -90,7 +92,7 @@ class NextPlan:
         choice = decide(self.goal)
         if is_replica_leader:
             lost = [str(slot) for slot in self.goal.lost]
-            self._teller.tell(Chosen(action=choice.action, lost=lost, table=in_lines(choice)))
+            self._event_writer.write(Chosen(action=choice.action, lost=lost, table=in_lines(choice)))
         if choice.action == RESTART:
             raise RestartIsBetter(
                 f"{len(self.goal.lost)} slots are lost, and a restart is better than going on without them"

@@ -34,7 +34,7 @@ from ntp_plugin.recovery.joining import Alone
 from ntp_plugin.recovery.rank_context import RankContext
 from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
-from ntp_plugin.telemetry import Ended, Teller
+from ntp_plugin.telemetry import Ended, EventWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class MegatronJob:
         settings = fingerprints.settings(args, policy)  # before Megatron counts in the arguments
         # An export must not write into the events file of the run that made its copies.
         record = (policy.events or place.events) if place.export is None else None
-        self.teller = Teller(record, str(topology.slot_of(place.slot)))
+        self.event_writer = EventWriter(record, str(topology.slot_of(place.slot)))
         if place.export is not None:
             export.only_to_save(args, place.export)
-        self.model_rebuild, self.samples = ModelRebuild(args), SampleHooks(args, noted=self.teller.is_heard)
+        self.model_rebuild, self.samples = ModelRebuild(args), SampleHooks(args, noted=self.event_writer.is_recording)
         self.state = LoopState(args, self.model_rebuild, self.samples, self.rank.groups)
         self.loop = Loop(self.rank.groups, self.state, joiner=place.joining)
         self.trainer = MegatronTrainer(
@@ -68,7 +68,7 @@ class MegatronJob:
             model_rebuild=self.model_rebuild,
             samples=self.samples,
             joiner=place.joining,
-            teller=self.teller,
+            event_writer=self.event_writer,
         )
         self.step = TrainingStep(
             args,
@@ -83,9 +83,9 @@ class MegatronJob:
                 rank=self.rank,
                 replicated_state=self.trainer.replicated_state,
                 distrust=self.trainer.distrust,
-                teller=self.teller,
+                event_writer=self.event_writer,
             ),
-            teller=self.teller,
+            event_writer=self.event_writer,
         )
         self._alone = Alone()
         if place.joining:
@@ -95,7 +95,7 @@ class MegatronJob:
             self.driver = self.rank.drive(self.trainer)
             self.rank.watch()
         same_settings.require_same(self.rank, settings, leaves=self._is_in_the_first_replica)
-        self.rank.trains_by(settings.digest)
+        self.rank.share_settings(settings.digest)
         apply_all(hooks.table(self))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
@@ -120,9 +120,9 @@ class MegatronJob:
         """Write the export, which is all that this process is for; the rest of the user's script is about training."""
         self.trainer.resume()
         slot = self.topology.slot_of(self.rank.place.slot)
-        with contextlib.closing(Teller(self._policy.events, str(slot))) as teller:
+        with contextlib.closing(EventWriter(self._policy.events, str(slot))) as event_writer:
             save = functools.partial(export.save, self.args, self.model_rebuild)
-            exporting.write(save, self.driver, folder, step=self.args.iteration, teller=teller)
+            exporting.write(save, self.driver, folder, step=self.args.iteration, event_writer=event_writer)
         self.rank.beat()
         self.loop.driver = self.driver
         end()
@@ -170,7 +170,7 @@ class MegatronJob:
         same_settings.require_same(self.rank, training, leaves=self._is_in_the_first_replica)
         self.rank.beat()
         if self.rank.place.joining:
-            self.rank.wait_to_be_let_in()
+            self.rank.wait_for_admission()
             self.driver = self.rank.drive(self.trainer)
             self._alone.over = True
             self.rank.watch()
@@ -181,7 +181,7 @@ class MegatronJob:
     def _record_start(self) -> None:
         each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
         framework = {"megatron-core": megatron.core.__version__}
-        self.teller.tell(
+        self.event_writer.write(
             self.rank.place.beginning(self._policy, self.topology, micro_batches=each, framework=framework)
         )
 
@@ -197,8 +197,8 @@ class MegatronJob:
             self.driver.finish()
         if self.trainer.copies is not None:
             self.trainer.copies.close()
-        self.teller.tell(Ended())
-        self.teller.close()
+        self.event_writer.write(Ended())
+        self.event_writer.close()
         self.rank.leave()
 
 

@@ -43,7 +43,7 @@ from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.resharding.reshard import refuse_unequal_replicas, relayout, relayout_weights
 from ntp_plugin.resharding.reshard_plan import AvailableVersions, plan_relayout
-from ntp_plugin.telemetry import CopyTrouble, Recovered, Teller
+from ntp_plugin.telemetry import CopyTrouble, EventWriter, Recovered
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
@@ -65,12 +65,12 @@ class MegatronTrainer:
         model_rebuild: ModelRebuild,
         samples: SampleHooks,
         joiner: bool,
-        teller: Teller,
+        event_writer: EventWriter,
     ) -> None:
         self._args, self._policy, self._topology = args, policy, topology
         self._rank, self._groups = rank, rank.groups
         self._loop, self._model_rebuild, self._samples = loop, model_rebuild, samples
-        self._joiner, self._teller = joiner, teller
+        self._joiner, self._event_writer = joiner, event_writer
         self.share: BatchShare | None = None
         """This replica's share of the global batch, while any slot is lost."""
         self.idle, self.first = False, self._groups.slot == 0
@@ -124,13 +124,13 @@ class MegatronTrainer:
         parameters = dict(named(model_rebuild.chunks))
         units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
         if self._joiner:
-            of_all = self._rank.word(_UNITS, kinds=OF_UNITS)
+            of_all = self._rank.shared_value(_UNITS, kinds=OF_UNITS)
         else:
             of_all = share_units(layout, units)
             if layout.rank == 0:
-                self._rank.leave_word(_UNITS, of_all)
+                self._rank.share_with_joiners(_UNITS, of_all)
         nominal = nominal_job(layout, self._policy, self._args, of_all)
-        self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, teller=self._teller)
+        self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, event_writer=self._event_writer)
         self.state = TrainedState(model_rebuild, parameters, nominal.units, sharded=self._sharded, joiner=self._joiner)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if not (self._joiner or self._sharded):
@@ -150,7 +150,7 @@ class MegatronTrainer:
             rank=self._rank,
             carried=self.how_far,
             steps=self._args.iteration,
-            teller=self._teller,
+            event_writer=self._event_writer,
         )
         if not self._joiner:
             layout = self.layout()
@@ -264,7 +264,7 @@ class MegatronTrainer:
             " (--ntp-copies-protect all, at the start, has everything copied)"
         )
         _LOG.warning("copies: %s", what)
-        self._teller.tell(CopyTrouble(what=what))
+        self._event_writer.write(CopyTrouble(what=what))
 
     def _settle_copies(self, copies: JobCopies, layout: Layout) -> None:
         if self._plan.from_copies:
@@ -284,7 +284,7 @@ class MegatronTrainer:
         size, stages = self._args.micro_batch_size, range(topology.pp)
         shares = {share.replica: share.count * share.size // size for share in self._plan.goal.batch.shares}
         back = [rank for rank, report in agreed.reports.items() if report.joiner]
-        seconds, phases = self._rank.walked()
+        seconds, phases = self._rank.recovery_times()
         event = Recovered(
             epoch=agreed.view.epoch,
             seconds=seconds,
@@ -297,7 +297,7 @@ class MegatronTrainer:
             ],
             micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
         )
-        self._teller.tell(event)
+        self._event_writer.write(event)
         into_logs(event, self._args.curr_iteration + 1)
 
     def _share_counts(self) -> None:

@@ -25,7 +25,7 @@ from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.job_copies import WORDS, JobCopies
 from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
-from ntp_plugin.telemetry import Committed, Teller
+from ntp_plugin.telemetry import Committed, EventWriter
 
 _SOMEBODY_ASKS, _NORM, _REJECTED, _COPIES = range(4)
 _LOSSES = _COPIES + WORDS
@@ -47,10 +47,10 @@ class TrainingStep:
         surroundings: LoopState,
         samples: SampleHooks,
         watch: ReplicaWatch,
-        teller: Teller,
+        event_writer: EventWriter,
     ) -> None:
         self._args, self._loop, self._rank, self._trainer = args, loop, rank, trainer
-        self._surroundings, self._samples, self._teller = surroundings, samples, teller
+        self._surroundings, self._samples, self._event_writer = surroundings, samples, event_writer
         self.watch = watch
         loop.not_finite = lambda: watch.not_finite(self._in_the_state)
         self.over = 0
@@ -91,7 +91,7 @@ class TrainingStep:
     def _begin(self) -> Any:
         if self._somebody_asks:
             self._somebody_asks = False
-            if self._rank.doorkeeper.open(mine=dist.get_rank() == 0):
+            if self._rank.admission_control.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a joining rank is admitted")
         self._losses, self._norm, self._skipped = [], None, False
         self._voted, self._rejected = False, ""
@@ -203,7 +203,7 @@ class TrainingStep:
             numbers[_LOSSES:] = torch.cat(mine)
         if self._trainer.first:
             numbers[_NORM] = float(self._norm or 0.0)
-        if dist.get_rank() == 0 and self._rank.doorkeeper.somebody_asks():
+        if dist.get_rank() == 0 and self._rank.admission_control.is_requested():
             numbers[_SOMEBODY_ASKS] = 1
         if self._rejected:
             numbers[_REJECTED] = torch.nan
@@ -299,9 +299,9 @@ class TrainingStep:
 
     def _record_step(self, seconds: float) -> None:
         """Record the committed step."""
-        if not self._teller.is_heard:
+        if not self._event_writer.is_recording:
             return
-        self._teller.tell(
+        self._event_writer.write(
             Committed(
                 step=self._args.curr_iteration + 1,
                 epoch=self._loop.voted_in,

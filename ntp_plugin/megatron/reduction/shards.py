@@ -73,7 +73,7 @@ def whole_parameters(stepped: Mapping[str, torch.Tensor], naming: Naming, layout
         slot = layout.slot
         whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not naming.tensors[name].family)
         tensor_slice = naming.tensor_slice(name, naming.places(name), 0, parameter.numel(), whole)
-        found.append(Stepped(parameter=parameter, pieces=((tensor_slice, 0),)))
+        found.append(Stepped(parameter=parameter, tensor_slices=((tensor_slice, 0),)))
     return found
 
 
@@ -89,7 +89,7 @@ def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, l
             name, places = names[parameter], optimizer._get_model_param_range_map(parameter)["param"]
             whole = naming.stage(name) + f"t{layout.slot.tp}" * (not naming.tensors[name].family)
             tensor_slice = naming.tensor_slice(name, naming.places(name), places.start, places.end, whole)
-            found.append(Stepped(parameter=shard, pieces=((tensor_slice, 0),)))
+            found.append(Stepped(parameter=shard, tensor_slices=((tensor_slice, 0),)))
     return found
 
 

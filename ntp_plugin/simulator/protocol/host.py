@@ -74,7 +74,9 @@ class Host:
         if self.view.over:
             return
         now, pulses = self._job.time.now, self._pulses()
-        found = {verdict.slot for verdict in self._job.rules.gone(pulses, THRESHOLDS, now=now)} & set(self.view.slots)
+        found = {verdict.slot for verdict in self._job.rules.find_lost(pulses, THRESHOLDS, now=now)} & set(
+            self.view.slots
+        )
         member_ids = [
             member_id for member_id in self.view.member_ids if member_id.slot in found and self._is_mine(member_id)
         ]

@@ -22,7 +22,7 @@ class Rules:
     advance: Callable[..., Step] = protocol.advance
     finish: Callable[[Member, Read, int], Finished] = protocol.finish
     decide: Callable[[Mapping[int, Report]], Decision] = protocol.decide
-    gone: Callable[..., list[RankFailure]] = failure_detector.gone
+    find_lost: Callable[..., list[RankFailure]] = failure_detector.find_lost
     judge: Callable[..., list[RankFailure]] = failure_detector.judge
 
 
@@ -70,7 +70,7 @@ def _nobody_hangs(*_facts: object) -> list[RankFailure]:
 
 def _impatient(pulses: Mapping[int, Pulse], thresholds: Thresholds, *, now: float) -> list[RankFailure]:
     """A rank that has waited for others for long is taken for silent."""
-    found = failure_detector.gone(pulses, thresholds, now=now)
+    found = failure_detector.find_lost(pulses, thresholds, now=now)
     waited = [slot for slot, p in pulses.items() if p.moved_at is not None and now - p.moved_at > thresholds.frozen_s]
     return found + [RankFailure(slot=slot, kind="silent", reason="it has not moved") for slot in waited]
 
@@ -82,7 +82,7 @@ PLANTED: Mapping[str, Rules] = {
     "stale-epoch": Rules(advance=_stale_epoch),
     "unhealed-donor": Rules(decide=_unhealed_donor),
     "nobody-hangs": Rules(judge=_nobody_hangs),
-    "impatient": Rules(gone=_impatient),
+    "impatient": Rules(find_lost=_impatient),
 }
 
 
