@@ -199,7 +199,7 @@ def test_a_run_of_two_hosts_is_exported_on_one_of_them(tmp_path):
         far.unlink()
     code, output = export(left, tmp_path / "none", tmp_path / "log")
     assert code == 2, output
-    assert "the parts of slots 0, 1 are not on this host" in output
+    assert "those of slots 0, 1" in output
 
 
 def losses(output):

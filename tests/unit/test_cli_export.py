@@ -120,7 +120,7 @@ def test_invalid_targets_are_refused(left, tmp_path, capsys):
         ({"recorded": False}, "has no record of the command"),
         ({"framework": "plain"}, "were made by plain, which cannot start only to save"),
         ({"framework": ""}, "were made by an unnamed framework"),
-        ({"holders": (2, 3, 5)}, "the parts of slots 2, 5 are not on this host"),
+        ({"holders": (2, 3, 5)}, "those of slots 2, 5"),
         ({"here": ()}, "has copies of 0 hosts"),
     ],
 )

@@ -36,7 +36,7 @@ def process():
 def write_events(folder, *events, slot=SLOTS[0]):
     with contextlib.closing(EventWriter(events_file(folder), slot)) as event_writer:
         for event in events:
-            event_writer.write_events(event)
+            event_writer.write(event)
 
 
 def write_beginning(folder, *, pids, machine):

@@ -26,7 +26,7 @@ from ntp_plugin.copies.store import FAR, NEAR, PARITY, REBUILT, CopyKey
 from ntp_plugin.copies.wire import PeerTrouble
 from tests.patience import PATIENCE_S, until
 from tests.unit.copies_bytes import wrong_in
-from tests.unit.test_chaos_faults import spoilt
+from tests.unit.test_chaos_faults import malformed
 from tests.unit.test_copies_store import put, some_values, written
 from tests.unit.test_copies_wire import CREDENTIALS, FAR_PLACE, SECRET, There, all_of, no_pace
 
@@ -78,7 +78,7 @@ def malformed_requests(dice):
         )
         return line(request) + follows[:-8]
     if kind == 1:
-        return line(spoilt(json.dumps(request | {"token": 0}).encode(), dice)) + follows[:-8]
+        return line(malformed(json.dumps(request | {"token": 0}).encode(), dice)) + follows[:-8]
     if kind == 2:
         wrong = bytearray(TEXT)
         wrong[dice.randrange(len(wrong))] ^= 1 << dice.randrange(8)

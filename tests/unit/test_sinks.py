@@ -269,7 +269,7 @@ def test_a_run_without_events_leaves_no_record_and_a_full_disk_is_reported(tempo
         newest_record()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
     assert not begun(None, founds=True).passed_to_workers
-    assert "there is no record of this run" in capsys.readouterr().out
+    assert "no record of this run is kept" in capsys.readouterr().out
 
 
 def test_prometheus_finds_the_numbers_on_loopback_only(tmp_path):

@@ -23,7 +23,7 @@ from ntp_plugin.telemetry import (
 )
 from ntp_plugin.telemetry.events import Compared, FaultInjected
 from ntp_plugin.telemetry.job_state import JobState, SlotState
-from tests.unit.test_chaos_faults import spoilt
+from tests.unit.test_chaos_faults import malformed
 
 SLOTS = ["r0.s0.t0", "r0.s0.t1", "r1.s0.t0", "r1.s0.t1"]
 LINES = 10_000
@@ -66,7 +66,7 @@ def test_ten_thousand_malformed_lines_leave_status_unchanged(tmp_path, capsys):
             EventWriter(path, slot).write(event)
             whole = path.read_bytes().splitlines()[-1]
             with path.open("ab") as file:
-                file.writelines(spoilt(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
+                file.writelines(malformed(whole, dice) + b"\n" for _ in range(LINES // len(STORY) + 1))
             news = follower.news()
             for one in news:
                 job.receive(one)
