@@ -97,5 +97,5 @@ docs: $(READY)  # the pages as a site in build/site; fails where a link leads no
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml constraints.txt .ci/setup hatch_build.py ntp_plugin/copies/machine.c
+$(READY): pyproject.toml constraints.txt .ci/setup .ci/transformer-engine.txt hatch_build.py ntp_plugin/copies/machine.c
 	@bash .ci/setup

@@ -231,7 +231,9 @@ class TolerantAgent(LocalElasticAgent):
         self._finished = False
         if worker_group.spec.entrypoint == sys.executable:  # another Python may not have this package
             worker_group.spec.args = with_hooks(worker_group.spec.args, through=self.policy.through)
-        self._fork_server = ForkServer(str(worker_group.spec.entrypoint)) if self.policy.fork else None
+        self._fork_server = (
+            ForkServer(str(worker_group.spec.entrypoint), worker_group.spec.args) if self.policy.fork else None
+        )
         self._new_worker: Any = _bound_worker if self._fork_server is None else self._fork_server.worker
         elastic_processes.get_subprocess_handler = self._new_worker  # type: ignore[attr-defined,assignment]
         pids: dict[int, Any] = super()._start_workers(worker_group)

@@ -89,17 +89,18 @@ class Handler:
 class ForkServer:
     """The agent's side: starts the process that forks, and asks it for workers."""
 
-    def __init__(self, entrypoint: str) -> None:
+    def __init__(self, entrypoint: str, words: Sequence[str] = ()) -> None:
+        """`words`: the command line of the workers' script, by which is decided what is imported."""
         if entrypoint != sys.executable:
             raise Refused(f"--ntp-fork needs a Python script, and the job runs {entrypoint}", way_out="leave it out")
-        self._lock = threading.Lock()
+        self._lock, self._words = threading.Lock(), tuple(words)
         self._start()
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                bound([sys.executable, "-m", __name__, str(theirs.fileno())]),
+                bound([sys.executable, "-m", __name__, str(theirs.fileno()), *self._words]),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # an import that looks for a GPU must not open it, so that the children can
@@ -170,7 +171,7 @@ class ForkServer:
 def main(arguments: Sequence[str]) -> None:
     """Import, and fork until the agent is lost. In a child it returns when the worker's script has ended."""
     quick_exit.arm()  # before the imports: the children inherit the order of the handlers
-    import_ahead()
+    import_ahead(arguments[1:])
     _refuse_a_gpu()
     gc.collect()
     gc.freeze()  # a collection would write into every page that the children share

@@ -94,7 +94,7 @@ class _Then(Loader):
 def main(words: Sequence[str]) -> None:
     """Run the script as Python would; one of our errors ends it with one line and its exit code."""
     try:
-        rehearse_on_cpu()
+        install_cpu_emulation(words)
         after_import(_MEGATRON, _hook_megatron)
         after_import(_DEEPSPEED, _hook_deepspeed)
         try:
@@ -121,12 +121,12 @@ def run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def rehearse_on_cpu() -> None:
+def install_cpu_emulation(words: Sequence[str]) -> None:
     """Install the CPU emulation if `NTP_CPU` is set. A spare calls it before it imports the framework."""
     if os.environ.get("NTP_CPU"):
         from ntp_plugin.megatron import cpu_emulation  # noqa: PLC0415  (imports torch)
 
-        cpu_emulation.install(cpu_emulation.wanted())
+        cpu_emulation.install(cpu_emulation.wanted(), words)
 
 
 def _hook_megatron() -> None:

@@ -18,7 +18,7 @@ from ntp_plugin.errors import Refused
 from ntp_plugin.launch import quick_exit
 from ntp_plugin.launch.bound import bound
 from ntp_plugin.launch.process_end import end
-from ntp_plugin.launch.script import rehearse_on_cpu, run
+from ntp_plugin.launch.script import install_cpu_emulation, run
 
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "ntp_plugin.plain.job")
 """The modules that a spare imports; NTP_PRELOAD names more, separated by commas."""
@@ -77,9 +77,13 @@ class Spares:
         self._waiting.clear()
 
 
-def import_ahead() -> None:
-    """Import the modules that every worker of the job will import."""
-    rehearse_on_cpu()
+def import_ahead(words: Sequence[str]) -> None:
+    """Import the modules that every worker of the job will import.
+
+    Args:
+        words: The command line of the workers' script.
+    """
+    install_cpu_emulation(words)
     for name in (*PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))):
         importlib.import_module(name)
 
@@ -95,7 +99,7 @@ def be_worker(environment: Mapping[str, str], stdout: str | None, stderr: str | 
 def main(arguments: Sequence[str]) -> None:
     """Run in the spare: import, wait, then run the worker's script."""
     quick_exit.arm()
-    import_ahead()
+    import_ahead(arguments)
     line = sys.stdin.buffer.readline()
     if not line:  # the job is over, and this spare was not needed
         return

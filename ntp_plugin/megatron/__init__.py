@@ -19,6 +19,8 @@ layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchang
     pipeline.py         sends activations and gradients between stages of different width
     hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
     cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
+    cpu_arguments.py    what the emulation makes of arguments that a CPU cannot have
+    te_emulation/       TransformerEngine's own Python modules on a CPU, with torch in the place of its kernels
 
     layers/             Megatron's layers in a degraded layout
         uneven_layers.py     layers of any width from unmodified classes, and how each parameter is cut

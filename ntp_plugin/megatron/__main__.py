@@ -14,7 +14,7 @@ def main() -> None:
     try:
         if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
             raise ConfigError("no script to run was named", way_out="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")
-        cpu_emulation.install(cpu_emulation.wanted())
+        cpu_emulation.install(cpu_emulation.wanted(), sys.argv[1:])
         activation.install()
         del sys.argv[0]
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -44,7 +44,7 @@ def enable() -> None:
         return
     sys.excepthook = in_one_line(sys.excepthook)
     _refuse_too_late()
-    cpu_emulation.install(cpu_emulation.wanted())
+    cpu_emulation.install(cpu_emulation.wanted(), sys.argv)
     install()
     apply_all(ENDS)
     _MegatronHooks.ends = True

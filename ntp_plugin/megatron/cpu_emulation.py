@@ -8,10 +8,8 @@ the answer that there is a GPU: torch itself would believe it, and fail.
 `NTP_CPU=float64` also turns every tensor that Megatron calls float32 into float64, to measure exactness: an error by
 rounding in float32 shrinks by eight more digits, and an error by design does not.
 
-A script also needs these arguments; each of them avoids a kernel or a service that a CPU lacks:
-    --transformer-impl local --distributed-backend gloo --use-cpu-initialization --attention-backend unfused
-    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
-    --no-gradient-accumulation-fusion --no-persist-layer-norm
+A recipe for GPUs runs as it is: `cpu_arguments.py` changes the arguments that a CPU cannot have, and where they ask for
+TransformerEngine, its Python modules run with torch in the place of its kernels (`te_emulation/`).
 """
 
 import collections
@@ -21,12 +19,14 @@ import functools
 import os
 import queue
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.megatron.cpu_arguments import with_cpu_arguments
+from ntp_plugin.megatron.te_emulation import importing
 from ntp_plugin.patching import Replacement, apply_all
 
 VARIABLE = "NTP_CPU"
@@ -52,14 +52,21 @@ def is_installed() -> bool:
     return _CpuPatches.mode != OFF
 
 
-def install(mode: str) -> None:
-    """Switch CPU emulation on for the rest of this process, before Megatron is imported; a second call does nothing."""
+def install(mode: str, words: Sequence[str] = ()) -> None:
+    """Switch CPU emulation on for the rest of this process, before Megatron is imported; a second call does nothing.
+
+    Args:
+        mode: `OFF`, `ON` or `FLOAT64`.
+        words: The script's command line. TransformerEngine is emulated if Megatron's arguments ask for it.
+    """
     if mode in (OFF, _CpuPatches.mode):
         return
     _CpuPatches.mode = mode
     torch._dynamo.config.disable = True  # Megatron compiles its fusions while it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, for the order of GPU kernels
     apply_all(TORCH)
+    if importing.is_wanted(words):
+        importing.install()
     if mode == FLOAT64:
         torch.set_default_dtype(torch.float64)
         apply_all(DOUBLE)
@@ -120,11 +127,21 @@ def _to_megatron(value: Callable[[], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def answer(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            return value() if caller.startswith("megatron.") else original(*args, **kwargs)
+            return value() if caller.startswith(("megatron.", "transformer_engine.")) else original(*args, **kwargs)
 
         return answer
 
     return make
+
+
+def _is_on_a_gpu(original: Any) -> Any:
+    """`Tensor.is_cuda`: yes for TransformerEngine, which refuses tensors elsewhere."""
+
+    def is_cuda(tensor: Any) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.startswith("transformer_engine.") or bool(original.__get__(tensor))
+
+    return property(is_cuda)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -278,6 +295,11 @@ TORCH: tuple[Replacement, ...] = (
             ("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed))),
         )
     ),
+    *(
+        Replacement(target=f"{module}:is_current_stream_capturing", why="no graph is captured", make=_answer(False))
+        for module in ("torch.cuda", "torch.cuda.graphs")
+    ),
+    Replacement(target="torch:Tensor.is_cuda", why="TransformerEngine refuses tensors elsewhere", make=_is_on_a_gpu),
     Replacement(target="torch.cuda:get_device_properties", why="is printed and logged", make=_answer(_Properties())),
     Replacement(
         target="torch.cuda:get_device_capability",
@@ -328,6 +350,11 @@ DOUBLE: tuple[Replacement, ...] = (
 )
 
 MEGATRON: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.training.arguments:parse_args",
+        why="recipes for GPUs ask for kernels and services that a CPU has not",
+        make=with_cpu_arguments,
+    ),
     Replacement(
         target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
         why="dropout and initialization draw from the CPU's generator",

@@ -9,6 +9,8 @@ hook.
 
 from typing import Any
 
+from megatron.core.extensions import transformer_engine as te
+
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
@@ -31,6 +33,7 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
+_TE = "megatron.core.extensions.transformer_engine"
 _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 
@@ -115,10 +118,13 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             why="one outside of attention and MLP is refused",
             make=layers.row,
         ),
-        Replacement(
-            target=f"{_LAYERS}:_initialize_affine_weight_cpu",
-            why="it draws the whole matrix in its virtual size, and takes an even part",
-            make=layers.initial_weight,
+        *(
+            Replacement(
+                target=f"{module}:_initialize_affine_weight_cpu",
+                why="it draws the whole matrix in its virtual size, and takes an even part",
+                make=layers.initial_weight,
+            )
+            for module in (_LAYERS, _TE)
         ),
         Replacement(
             target="megatron.core.tensor_parallel.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
@@ -317,5 +323,26 @@ def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
             why="it gathers by itself, and takes the pads for rows of the sequence",
             make=sequence.column_linear,
         ),
+        *_sequences_of_te(sequence),
     )
     return (length, *pads) if rows.pads else (length,)
+
+
+def _sequences_of_te(sequence: UnevenSequence) -> tuple[Replacement, ...]:
+    """The same in TransformerEngine's layers, where there is TransformerEngine."""
+    if not te.HAVE_TE:
+        return ()
+    columns = (
+        Replacement(
+            target=f"{_TE}:{layer}.forward",
+            why="it takes all rows of all slots for the sequence's",
+            make=sequence.column_forward,
+        )
+        for layer in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+    )
+    row = Replacement(
+        target=f"{_TE}:TERowParallelLinear.forward",
+        why="it splits evenly or not at all",
+        make=sequence.row_forward,
+    )
+    return (*columns, row)

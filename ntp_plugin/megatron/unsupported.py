@@ -217,18 +217,7 @@ TABLE: tuple[Refusal, ...] = (
         way_out="leave it out",
     ),
     *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
-    Refusal(
-        flag="--transformer-impl",
-        applies=lambda args: args.transformer_impl != "local",
-        why="has layers that draw their weights by themselves, and whose uneven shards nobody has tried",
-        way_out="--transformer-impl local",
-    ),
-    Refusal(
-        flag="--use-cpu-initialization",
-        applies=lambda args: not args.use_cpu_initialization,
-        why="is needed: if weights are drawn on GPUs, nobody knows those of a lost slot",
-        way_out="--use-cpu-initialization",
-    ),
+    _not_built("--transformer-impl inference_optimized", lambda args: args.transformer_impl == "inference_optimized"),
     Refusal(
         flag="--data-parallel-random-init",
         applies=_given("data_parallel_random_init"),
@@ -249,6 +238,19 @@ TABLE: tuple[Refusal, ...] = (
     ),
 )
 
+
+PLANNED: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--use-cpu-initialization",
+        applies=lambda args: not args.use_cpu_initialization,
+        why="is needed: if weights are drawn on GPUs, nobody knows those of a lost slot",
+        way_out="--use-cpu-initialization",
+    ),
+)
+"""What a job that begins degraded cannot do without.
+
+A live job gets a lost slot's units from the others, and not from a draw.
+"""
 
 EXACT_MASKS: tuple[Refusal, ...] = (
     Refusal(
@@ -333,6 +335,7 @@ def _refuse_degraded(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
     _refuse_policy(policy, layout)
     degraded = f"{', '.join(map(str, sorted(layout.lost)))} lost"
     _refuse_first(TABLE, degraded, args)
+    _refuse_first(PLANNED, degraded, args)
     _refuse_other_masks(args, policy, degraded)
     tp = layout.topology.tp
     if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:

@@ -63,6 +63,7 @@ class UnevenLayers:
             virtual = copy.copy(config)
             virtual.num_query_groups = self._virtual(family)
             virtual.num_attention_heads = self._virtual(family) * (config.num_attention_heads // groups)
+            virtual.tensor_model_parallel_size = self._layout.width  # TransformerEngine's layers divide by it
             with self._cutting(family):
                 original(module, virtual, *args, **kwargs)
             self._describe(module, family)
@@ -84,6 +85,7 @@ class UnevenLayers:
             family = self._family(MLP, columns // granule, label=columns)
             virtual = copy.copy(config)
             virtual.ffn_hidden_size = self._virtual(family) * granule
+            virtual.tensor_model_parallel_size = self._layout.width
             if kwargs.get("ffn_hidden_size") is not None:
                 assert kwargs["ffn_hidden_size"] == columns, "both layers of an MLP are as wide"
                 kwargs["ffn_hidden_size"] = virtual.ffn_hidden_size
@@ -159,13 +161,17 @@ class UnevenLayers:
             _outputs, _inputs, _part, dim, *rest = args
             assert self._open is not None, "a parallel weight belongs to a family"
             stride = kwargs.get("stride", 1)
+            is_marked = kwargs.get("skip_set_tensor_parallel_attributes", False)  # by TransformerEngine itself
             cut = self._cut(self._open, weight.shape, dim, stride)
+            if weight.is_meta:  # a model that is built for its sizes alone
+                return
             whole = torch.empty(cut.shape, dtype=weight.dtype)
             kwargs |= {"rank": 0, "world_size": 1, "skip_set_tensor_parallel_attributes": True}
             original(whole, *cut.shape, cut.shape[dim], dim, *rest, **kwargs)
             parts = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self._layout.held(self._open))]
             weight.data.copy_(torch.cat(parts, dim))
-            set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=stride)
+            if not is_marked:
+                set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=stride)
 
         return initialize
 
@@ -199,10 +205,25 @@ class UnevenLayers:
         return Tensor(name="", shape=shape, family=family.name, dim=dim, runs=runs)
 
     def _describe(self, module: torch.nn.Module, family: Family) -> None:
+        for layer in module.modules():
+            _mark(layer)
         for parameter in module.parameters():
             if getattr(parameter, "tensor_model_parallel", False):
                 cut = self._cut(family, parameter.shape, parameter.partition_dim, parameter.partition_stride)  # type: ignore[attr-defined]
                 setattr(parameter, _CUT, (cut, family))
+
+
+def _mark(layer: torch.nn.Module) -> None:
+    """Say of the parameters of TransformerEngine's layer how they are cut: on the meta device it puts that off."""
+    dim = {"column": 0, "row": 1}.get(getattr(layer, "parallel_mode", None) or "")
+    if dim is None:
+        return
+    for name, parameter in layer.named_parameters(recurse=False):
+        is_cut = name.startswith("weight") or (name.startswith("bias") and dim == 0)
+        if is_cut and parameter.is_meta and not getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim = dim  # type: ignore[attr-defined]
+            parameter.partition_stride = getattr(parameter, "partition_stride", 1)  # type: ignore[attr-defined]
 
 
 def cut_of(parameter: Any) -> tuple[Tensor, Family] | None:

@@ -12,9 +12,10 @@ Megatron's autograd functions are made of only these three, each one the other's
 everywhere, and what norms and biases compute on pads adds nothing to their gradients. The functions themselves, which
 slot adds what, and the order of the sums stay Megatron's.
 
-A column-parallel layer gathers by itself, and again in its backward, while it computes. It works on the padded
-sequence, and its result is cut: its gradient on pads is then zero as well. So a slot keeps no more than its own rows
-for the backward, as upstream, and computes at most width - 1 extra rows.
+A column-parallel layer, Megatron's or TransformerEngine's, gathers by itself, and again in its backward, while it
+computes. It works on the padded sequence, and its result is cut: its gradient on pads is then zero as well. So a slot
+keeps no more than its own rows for the backward, as upstream, and computes at most width - 1 extra rows. What goes into
+TransformerEngine's row-parallel layer is padded, and it splits evenly.
 
 The true length is that of the arguments. Any other length is refused rather than cut wrongly.
 """
@@ -72,6 +73,25 @@ class UnevenSequence:
             return self._without_pads(result) if sequence_parallel else result
 
         return linear
+
+    def column_forward(self, original: Any) -> Any:
+        """`forward` of TransformerEngine's column-parallel layers."""
+
+        @functools.wraps(original)
+        def forward(module: Any, part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result, bias = original(module, part, *args, **kwargs)
+            return (self._without_pads(result) if module.sequence_parallel else result), bias
+
+        return forward
+
+    def row_forward(self, original: Any) -> Any:
+        """`forward` of TransformerEngine's row-parallel layer."""
+
+        @functools.wraps(original)
+        def forward(module: Any, whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return original(module, self._with_pads(whole) if module.sequence_parallel else whole, *args, **kwargs)
+
+        return forward
 
     def rotary_length(self, original: Any) -> Any:
         """`RotaryEmbedding.get_rotary_seq_len`."""

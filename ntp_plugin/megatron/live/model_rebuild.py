@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
@@ -164,14 +165,20 @@ _WHILE_BUILT = {
 
 @contextlib.contextmanager
 def _on_its_own(*configured: Any) -> Iterator[None]:
-    """Build on the meta device without other ranks, and without changes to the generators."""
+    """Build on the meta device without other ranks, and without changes to the generators.
+
+    TransformerEngine's layers name a device of their own.
+    """
     state = torch.get_rng_state()
     before = [{key: getattr(one, key) for key in _WHILE_BUILT} for one in configured]
     for one in configured:
         vars(one).update(_WHILE_BUILT)
+    device_of = te._get_extra_te_kwargs
+    te._get_extra_te_kwargs = lambda config: device_of(config) | {"device": "meta"}
     try:
         yield
     finally:
+        te._get_extra_te_kwargs = device_of
         torch.set_rng_state(state)
         for one, was in zip(configured, before, strict=True):
             vars(one).update(was)

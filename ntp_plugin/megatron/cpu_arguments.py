@@ -1,0 +1,55 @@
+"""The arguments of Megatron that a CPU cannot have, and what the emulation makes of them.
+
+A recipe for GPUs runs as it is under `NTP_CPU=1`: fusions that need a compiled kernel are switched off, communication
+goes over gloo, and attention is unfused. What is computed stays the same but for rounding. Changed arguments are
+printed in one line.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ON_A_CPU: Mapping[str, Any] = {
+    "distributed_backend": "gloo",
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "cross_entropy_loss_fusion": False,
+    "tp_comm_overlap": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_impl": "none",
+}
+"""Argument -> its value on a CPU."""
+
+
+def changed(arguments: Any) -> dict[str, Any]:
+    """What is to be changed in the arguments, with the attention backend by the enum that Megatron has for it."""
+    wanted = {name: value for name, value in ON_A_CPU.items() if getattr(arguments, name, value) != value}
+    backend = getattr(arguments, "attention_backend", None)
+    if backend is not None and backend.name not in ("unfused", "local"):
+        wanted["attention_backend"] = type(backend).unfused
+    return wanted
+
+
+def with_cpu_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`parse_args`, which gives arguments that a CPU can have."""
+
+    @functools.wraps(original)
+    def parse(*given: Any, **kwargs: Any) -> Any:
+        arguments = original(*given, **kwargs)
+        changes = changed(arguments)
+        vars(arguments).update(changes)
+        if changes and arguments.rank == 0:
+            words = ", ".join(f"{name} = {getattr(value, 'name', value)}" for name, value in changes.items())
+            sys.stderr.write(f"ntp: on a CPU (NTP_CPU): {words}\n")
+        return arguments
+
+    return parse

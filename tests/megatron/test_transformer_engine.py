@@ -1,0 +1,34 @@
+"""Jobs with TransformerEngine's layers, Megatron's default, in the CPU emulation: a rank is killed and comes back."""
+
+import json
+
+import pytest
+
+from benchmarks.parity.job import RECIPES
+from tests.ranks.command import NTP, Command
+
+RECIPE = RECIPES.parent / "chaos" / "megatron-transformer-engine.toml"
+
+
+def verdict(tmp_path, *words):
+    command = Command([*NTP, "chaos", str(RECIPE), "--out", str(tmp_path / "out"), *words], tmp_path / "log")
+    code, output = command.end()
+    return code, output, json.loads((tmp_path / "out" / "verdict.json").read_text())
+
+
+@pytest.mark.short
+def test_a_rank_is_killed_and_rejoins_and_the_weights_are_the_reference_runs(tmp_path):
+    code, output, found = verdict(tmp_path)
+    assert code == 0, output
+    assert found["holds"]
+    checked = {check["what"] for check in found["checks"]}
+    assert "weights agree with the reference run's" in checked, "in float64, to 1e-12"
+
+
+def test_the_sequence_is_cut_over_a_width_that_does_not_divide_it(tmp_path):
+    """TP4 of which three are left, and 16 positions."""
+    words = ["--standalone", "--nproc-per-node=8", str(RECIPES / "pretrain_gpt.py"), f"@{RECIPES / 'tiny-te.args'}"]
+    more = ["--train-iters=80", "--tensor-model-parallel-size=4", "--sequence-parallel", "--ntp-enable"]
+    code, output, found = verdict(tmp_path, "--", *words, *more)
+    assert code == 0, output
+    assert found["holds"]
