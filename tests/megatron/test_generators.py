@@ -9,7 +9,7 @@ import pytest
 PROBE = """
 import json, random
 from ntp_plugin.megatron import cpu_emulation
-cpu.install(cpu.wanted())
+cpu_emulation.install(cpu_emulation.wanted())
 import numpy as np, torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.megatron.live import generators

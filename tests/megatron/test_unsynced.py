@@ -9,7 +9,7 @@ import pytest
 PROBE = """
 import gc, types
 from ntp_plugin.megatron import cpu_emulation
-cpu.install(cpu.wanted())
+cpu_emulation.install(cpu_emulation.wanted())
 from megatron.core.distributed import DistributedDataParallel
 from ntp_plugin.megatron.live.unsynced import Unsynced
 
