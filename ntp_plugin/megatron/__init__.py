@@ -10,6 +10,7 @@ layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchang
 
     __main__.py         starts a script with the `--ntp-...` flags registered
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
+    recipe_check.py     which options of a command line a live job does not support
     unsupported.py      options that a degraded layout does not support, refused at start
     layout.py           PURE: which slots are lost, which torch rank is which slot, what a slot holds
     groups.py           Megatron's process groups, without the lost ranks
@@ -50,10 +51,46 @@ mean over all micro-batches; it is never a mean of replicas' means. Cut paramete
 ones once per replica, after their TP group has added its parts. All ranks clip by the same norm, bit for bit. Initial
 weights equal those of a nominal run, unit for unit; before the first step, a digest of every tensor verifies this.
 
-The public API is `enable`. Next: `layout.py`, then `hooks.py`; for losses during training, `live/__init__.py`.
+The public API is `enable` and `check`. Next: `layout.py`, then `hooks.py`; for losses during training,
+`live/__init__.py`.
 """
 
-__all__ = ["enable"]
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ntp_plugin.megatron.unsupported import UnsupportedOption
+
+__all__ = ["check", "enable"]
+
+
+def check(flags: Sequence[str]) -> "tuple[UnsupportedOption, ...]":
+    """Find the options of a Megatron command line that a live job does not support.
+
+    It builds no model and needs no GPU. In a process without a GPU it switches the CPU emulation on.
+
+    Args:
+        flags: The words behind the script, `--ntp-enable` among them. Flags that neither Megatron nor the plugin knows
+            are taken for the script's own.
+
+    Returns:
+        Each unsupported option once, with `.flag`, `.why` and `.fix`. Empty if the job is accepted, or if the flags do
+        not enable the plugin.
+
+    Raises:
+        ConfigError: Megatron's parser refuses the flags.
+
+    Examples:
+        ```python
+        from ntp_plugin.megatron import check
+
+        for option in check(["--num-experts", "8", "--ntp-enable"]):
+            print(option.flag, option.why, option.fix)
+        ```
+    """
+    from ntp_plugin.megatron import recipe_check  # noqa: PLC0415  (it imports torch)
+
+    return recipe_check.check(flags)
 
 
 def enable() -> None:

@@ -4,7 +4,7 @@ A line here promises that nothing is computed wrongly in silence. Whoever builds
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ntp_plugin.config.sections import TrainingPolicy
@@ -289,14 +289,16 @@ def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
     return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
 
 
-def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
-    """Raise for the first argument that a degraded layout, or exact masks, do not support."""
-    if layout.lost:
-        _refuse_degraded(args, policy, layout)
-        _refuse_broken_groups(args, layout.topology.tp)
-    if draws_exact_masks(args, policy):
-        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
-        _refuse_broken_groups(args, layout.topology.tp)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class UnsupportedOption:
+    """An option of Megatron that a job cannot have, and what to do instead."""
+
+    flag: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.why}"
 
 
 LIVE: tuple[Refusal, ...] = (
@@ -306,75 +308,100 @@ LIVE: tuple[Refusal, ...] = (
 """What a degraded layout supports, but not yet in a job that degrades during training."""
 
 
-def refuse_live(args: Any, policy: TrainingPolicy) -> None:
-    """Raise for the first argument that a job does not support once a slot is lost."""
-    cause = "--ntp-enable under `ntp run`, where any slot may be lost"
-    _refuse_first(TABLE, cause, args)
-    _refuse_first(LIVE, cause, args)
-    _refuse_other_masks(args, policy, cause)
+def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
+    """Raise for all arguments that a degraded layout, or exact masks, do not support."""
+    found, cause = list[UnsupportedOption](), "--ntp-dropout exact"
+    if layout.lost:
+        cause = f"{', '.join(map(str, sorted(layout.lost)))} lost"
+        _refuse_narrow(policy, layout)
+        found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
+        found += [*_batch(policy), *_broken_groups(args, layout.topology.tp)]
     if draws_exact_masks(args, policy):
-        _refuse_first(EXACT_MASKS, "--ntp-dropout exact", args)
+        found += [*_applying(EXACT_MASKS, args), *_broken_groups(args, layout.topology.tp)]
+    _refuse(found, cause)
+
+
+def refuse_live(args: Any, policy: TrainingPolicy) -> None:
+    """Raise for all arguments that a job does not support once a slot is lost."""
+    _refuse(unsupported_live(args, policy), "--ntp-enable under `ntp run`, where any slot may be lost")
+
+
+def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOption]:
+    """The arguments that a job does not support once a slot is lost, each option once."""
     tp = args.tensor_model_parallel_size
-    _refuse_broken_groups(args, tp)
-    _refuse_batch(policy)
+    found = [*_applying((*TABLE, *LIVE), args), *_other_masks(args, policy)]
+    found += _applying(EXACT_MASKS, args) if draws_exact_masks(args, policy) else ()
+    found += [*_broken_groups(args, tp), *_batch(policy)]
     if policy.min_tp_width > tp:
+        found.append(
+            UnsupportedOption(
+                flag=f"--ntp-min-tp-width {policy.min_tp_width}",
+                why=f"is above --tensor-model-parallel-size {tp}: the first loss would leave no replica that may train",
+                fix=f"choose 1 to {tp}",
+            )
+        )
+    return list({option.flag: option for option in reversed(found)}.values())[::-1]
+
+
+def _refuse(found: Sequence[UnsupportedOption], cause: str) -> None:
+    found = list({option.flag: option for option in reversed(found)}.values())[::-1]
+    if len(found) == 1:
+        raise Refused(f"with {cause}, {found[0]}", way_out=found[0].fix)
+    if found:
         raise Refused(
-            f"--ntp-min-tp-width {policy.min_tp_width} is above --tensor-model-parallel-size {tp}: "
-            "the first loss would leave no replica that may train",
-            way_out=f"choose 1 to {tp}",
+            f"with {cause}, {len(found)} options are not supported: {'; '.join(map(str, found))}",
+            way_out="; ".join(f"{option.flag}: {option.fix}" for option in found),
         )
 
 
-def _refuse_first(table: tuple[Refusal, ...], cause: str, args: Any) -> None:
+def _applying(table: Iterable[Refusal], args: Any) -> Iterator[UnsupportedOption]:
     for refusal in table:
         if refusal.applies(args):
-            raise Refused(f"with {cause}, {refusal.flag} {refusal.why}", way_out=refusal.way_out)
+            yield UnsupportedOption(flag=refusal.flag, why=refusal.why, fix=refusal.way_out)
 
 
-def _refuse_degraded(args: Any, policy: TrainingPolicy, layout: Layout) -> None:
-    _refuse_policy(policy, layout)
-    degraded = f"{', '.join(map(str, sorted(layout.lost)))} lost"
-    _refuse_first(TABLE, degraded, args)
-    _refuse_first(PLANNED, degraded, args)
-    _refuse_other_masks(args, policy, degraded)
-    tp = layout.topology.tp
-    if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < tp * layout.topology.pp:
-        raise Refused(
-            f"with {degraded}, --use-distributed-optimizer has {len(layout.slots)} processes, fewer than a full "
-            "replica: Megatron's report on memory divides by how many replicas they make",
-            way_out="leave --use-distributed-optimizer out",
+def _too_few_processes(args: Any, layout: Layout) -> Iterator[UnsupportedOption]:
+    whole = layout.topology.tp * layout.topology.pp
+    if getattr(args, "use_distributed_optimizer", False) and len(layout.slots) < whole:
+        yield UnsupportedOption(
+            flag="--use-distributed-optimizer",
+            why=f"has {len(layout.slots)} processes, fewer than a full replica: Megatron's report on memory divides by "
+            "how many replicas they make",
+            fix="leave --use-distributed-optimizer out",
         )
 
 
-def _refuse_other_masks(args: Any, policy: TrainingPolicy, cause: str) -> None:
+def _other_masks(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
     for name in _DROPOUTS:
         if _above(name, 0)(args) and policy.dropout != "exact":
             flag = "--" + name.replace("_", "-")
-            raise Refused(
-                f"with {cause}, {flag} {getattr(args, name)} would draw other masks than with nobody lost",
-                way_out=f"--ntp-dropout exact, here and in the run that this one continues; or {flag} 0",
+            yield UnsupportedOption(
+                flag=flag,
+                why=f"{getattr(args, name)} would draw other masks than with nobody lost",
+                fix=f"--ntp-dropout exact, here and in the run that this one continues; or {flag} 0",
             )
 
 
-def _refuse_broken_groups(args: Any, tp: int) -> None:
+def _broken_groups(args: Any, tp: int) -> Iterator[UnsupportedOption]:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    if groups % tp:
-        raise Refused(
-            f"--num-query-groups: {groups} query groups do not divide over {tp} TP slots",
-            way_out=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
+    if groups is not None and groups % tp:
+        yield UnsupportedOption(
+            flag="--num-query-groups",
+            why=f"makes {groups} query groups, which do not divide over {tp} TP slots",
+            fix=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
         )
 
 
-def _refuse_batch(policy: TrainingPolicy) -> None:
+def _batch(policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
     if policy.batch.mode != "strict":
-        raise Refused(
-            f"--ntp-batch-mode {policy.batch.mode} is not built yet on Megatron",
-            way_out="leave it out: strict computes every sample of the global batch",
+        yield UnsupportedOption(
+            flag=f"--ntp-batch-mode {policy.batch.mode}",
+            why="is not built yet on Megatron",
+            fix="leave it out: strict computes every sample of the global batch",
         )
 
 
-def _refuse_policy(policy: TrainingPolicy, layout: Layout) -> None:
-    _refuse_batch(policy)
+def _refuse_narrow(policy: TrainingPolicy, layout: Layout) -> None:
     for (replica, stage), pattern in layout.surviving.patterns.items():
         width = layout.topology.tp - len(pattern)
         if width < policy.min_tp_width:

@@ -11,7 +11,14 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, TABLE, refuse_live, refuse_what_does_not_work
+from ntp_plugin.megatron.unsupported import (
+    EXACT_MASKS,
+    LIVE,
+    TABLE,
+    refuse_live,
+    refuse_what_does_not_work,
+    unsupported_live,
+)
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -117,7 +124,7 @@ def test_supported_settings_pass(changes):
 
 @pytest.mark.parametrize(
     ("changes", "flag"),
-    [
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
@@ -154,12 +161,27 @@ def test_supported_settings_pass(changes):
         ({"perform_initialization": False}, "--no-initialization"),
         ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, "--pipeline-model-parallel-layout"),
         ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
-        ({"num_query_groups": 2}, "--num-query-groups: 2 query groups do not divide over 4 TP slots"),
+        ({"num_query_groups": 2}, "--num-query-groups makes 2 query groups, which do not divide over 4 TP slots"),
     ],
 )
 def test_unsupported_settings_are_refused_by_flag_with_a_way_out(changes, flag):
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
         refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
+
+
+def test_several_unsupported_settings_are_refused_at_once_each_with_its_fix():
+    changes = {"num_experts": 8, "fp16": True, "num_query_groups": 2}
+    with pytest.raises(
+        Refused, match=r"r1\.s0\.t3 lost, 3 options are not supported: --num-experts .*; --fp16 .*"
+    ) as refused:
+        refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
+    assert [part.split(":")[0] for part in refused.value.way_out.split("; ")] == [
+        "--num-experts",
+        "--fp16",
+        "--num-query-groups",
+    ]
+    live = {option.flag for option in unsupported_live(live_arguments(**changes), TrainingPolicy(enabled=True))}
+    assert live == {"--num-experts", "--fp16", "--num-query-groups"}
 
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")

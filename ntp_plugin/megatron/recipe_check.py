@@ -1,0 +1,44 @@
+"""Finds the options of a Megatron command line that a live job does not support, without a model or other ranks."""
+
+import argparse
+import contextlib
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ntp_plugin.errors import ConfigError
+from ntp_plugin.megatron import activation, cpu_emulation
+from ntp_plugin.megatron.unsupported import UnsupportedOption, unsupported_live
+
+
+def check(flags: Sequence[str]) -> tuple[UnsupportedOption, ...]:
+    """`ntp_plugin.megatron.check`, whose docstring is the one to read."""
+    arguments = _parsed(flags)
+    policy = activation.read_policy(arguments)
+    return tuple(unsupported_live(arguments, policy)) if policy.enabled else ()
+
+
+def _parsed(flags: Sequence[str]) -> Any:
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            arguments, _ = _parser().parse_known_args(list(flags))  # a script may have flags of its own
+    except SystemExit:
+        error = output.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"Megatron's parser refuses the flags: {error}", way_out="mend them first") from None
+    return arguments
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """Megatron's parser with the plugin's flags. Without a GPU, Megatron is imported under the CPU emulation."""
+    if not torch.cuda.is_available():
+        cpu_emulation.install(cpu_emulation.ON)
+    activation.install()
+    from megatron.training.arguments import add_megatron_arguments  # noqa: PLC0415  (after the emulation)
+
+    parser: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return parser
