@@ -1,5 +1,6 @@
 """A rank is lost before training has begun: the others wait for it in a call that nothing interrupts."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -11,8 +12,9 @@ def worker(running, slot):
     """The process of a slot, as soon as there is one."""
     mark = f"RANK={slot}".encode()
     for pid in descendants(running.process.pid)[1:]:
-        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
+        with contextlib.suppress(OSError):  # it has ended since
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
     return None
 
 

@@ -124,14 +124,14 @@ def test_supported_settings_pass(changes):
 
 @pytest.mark.parametrize(
     ("changes", "flag"),
-        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+    [
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
         ({"optimizer": "lion"}, "--optimizer"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"attention_dropout": 0.1}, "--attention-dropout"),
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints", "ckpt_format": "torch"}, "--ckpt-format"),

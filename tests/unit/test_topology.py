@@ -36,7 +36,7 @@ def test_names_of_more_than_one_slot():
 
 
 @pytest.mark.parametrize(
-    "shared_value", ["", "r", "x1", "r1.t2", "r1.s0.t4", "r3", "r0.s2", "node6", "r-1", "r1.s0.t1.x", "r\u0661"]
+    "word", ["", "r", "x1", "r1.t2", "r1.s0.t4", "r3", "r0.s2", "node6", "r-1", "r1.s0.t1.x", "r\u0661"]
 )
 def test_an_invalid_slot_name_is_refused(word):
     with pytest.raises(ConfigError, match=r"does not name a slot|is not in this layout"):
