@@ -3,8 +3,8 @@
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.reduction.lane_groups import Made, Wanted
 from ntp_plugin.planning.recovery_plan import RecoveryPlan
+from ntp_plugin.reduction import core_slices
 from ntp_plugin.reduction.core_lanes import CoreExchange
-from ntp_plugin.reduction.core_slices import find_core_slices
 
 
 def find_core_exchange(layout: Layout, plan: RecoveryPlan, wanted: Wanted, made: Made) -> CoreExchange | None:
@@ -15,5 +15,7 @@ def find_core_exchange(layout: Layout, plan: RecoveryPlan, wanted: Wanted, made:
         return None
     mine = {key[0]: made[key] for key, members in wanted.items() if layout.slot in members and key[1] == stage}
     units = plan.nominal.units.stages[stage]
-    core_slices = find_core_slices(cores, units, tp=layout.topology.tp, pattern=layout.pattern, slot=layout.slot.tp)
-    return CoreExchange(core_slices, domain=mine["domain"], members=mine.get("core"))
+    slices = core_slices.find_core_slices(
+        cores, units, tp=layout.topology.tp, pattern=layout.pattern, slot=layout.slot.tp
+    )
+    return CoreExchange(slices, domain=mine["domain"], members=mine.get("core"))
