@@ -53,10 +53,10 @@ show-returns: $(READY)  # ten minutes; SCALE=ci for three returns
 	$(PY) -m benchmarks.returns
 
 show-deepspeed: $(READY)  # half an hour; SCALE=ci for a slice of some minutes
-	$(PY) -m benchmarks.zero.numerics
+	$(PY) -m benchmarks.deepspeed_numerics
 
 show-deepspeed-returns: $(READY)  # twenty minutes; SCALE=ci for three returns of two kinds
-	$(PY) -m benchmarks.zero.cycles
+	$(PY) -m benchmarks.deepspeed_returns
 
 show-corruption: $(READY)  # eight minutes; SCALE=ci for half a minute
 	$(PY) -m benchmarks.corruption

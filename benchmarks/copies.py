@@ -80,11 +80,11 @@ from benchmarks.copies_alone import (
 )
 from benchmarks.copying_rank import LONG, SHORT, Clocked, Kind
 from benchmarks.overhead import PLANTED, interval, row
-from benchmarks.parity.job import Job, have_megatron_imported
-from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.played_ranks import played
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.telemetry import Copied, Follower
+from tests.harness.parity.job import Job, have_megatron_imported
+from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.played_ranks import played
 
 SEED = 1234
 BOUND, WAITING = 1.03, 0.03

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.manifest import Version
 from ntp_plugin.copies.replicator import Replicator, Snapshot
@@ -29,6 +28,7 @@ from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import Store
 from ntp_plugin.copies.wire import Server
 from ntp_plugin.reduction.stepped import Stepped, parts
+from tests.harness.parity.layouts import BASE, MODELS
 
 RANKS, TP = 4, 2
 PARTS = 26

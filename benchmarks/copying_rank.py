@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks.bare_copies import Bare
 from benchmarks.copies_alone import RANKS, SHARERS, TP, bytes_wanted
-from benchmarks.parity.live import Lived, Play
 from ntp_plugin.copies.replicator import Replicator, Snapshot
 from ntp_plugin.recovery.job_copies import JobCopies
 from ntp_plugin.telemetry import Copied
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.parity.live import Lived, Play
 
 SHORT, LONG = 6, 48
 """Samples of a step, of 64 tokens each."""

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import evidence
-from benchmarks.parity.job import STEPS, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, degraded
 from benchmarks.routed import Routed, Tensors, connect, small_nominal
 from ntp_plugin.planning.topology import parse_slots
 from ntp_plugin.reduction import core_lanes, gradient_lanes
 from ntp_plugin.reduction.core_lanes import CoreSums
 from ntp_plugin.reduction.gradient_lanes import GradientLanes
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity.job import STEPS, run
+from tests.harness.parity.layouts import BASE, LAYOUTS, degraded
 
 SEED = 1234
 BOUND = 1.05

@@ -71,13 +71,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from benchmarks import evidence
 from benchmarks.computing import Computing
 from benchmarks.overhead import BOUND, PLANTED, SEED
-from benchmarks.parity.job import RECIPES, Job, have_megatron_imported
-from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.played_ranks import quietly
 from benchmarks.step_pairs import WARM_UP, Block, is_first, pairs_of, row_of
-from benchmarks.zero.job import have_deepspeed_imported
 from ntp_plugin.groups.process_groups import ElasticGroups
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity.job import RECIPES, Job, have_megatron_imported
+from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.played_ranks import quietly
+from tests.harness.zero.job import have_deepspeed_imported
 
 SHORT, LONG, LONGER = "short", "long", "longer"
 FULL, CI = {SHORT: 600, LONG: 900, LONGER: 600}, {SHORT: 24, LONG: 12, LONGER: 4}
@@ -89,7 +89,7 @@ PRECISE, JOBS = 0.006, 4
 0.007 for overhead and threads."""
 OF_A_JOB = {SHORT: 200, LONG: 75, LONGER: 50}
 """Pairs: some minutes."""
-MEASURED = ("ntp_plugin", "benchmarks")
+MEASURED = ("ntp_plugin", "benchmarks", "tests/harness")
 RESULTS = Path(__file__).parents[1] / "docs/results"
 FRAMEWORKS = {"megatron": have_megatron_imported, "deepspeed": have_deepspeed_imported}
 MEGATRON = {

@@ -23,8 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.parity.job import Job
-from benchmarks.parity.layouts import BASE, MODELS
+from tests.harness.parity.job import Job
+from tests.harness.parity.layouts import BASE, MODELS
 
 _MOST_LIVES = 1
 _ITERATION = re.compile(r" \[[^]]*\] iteration +(\d+)/")

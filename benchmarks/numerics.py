@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import evidence
-from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import (
+from ntp_plugin.errors import NtpError
+from tests.harness.parity.job import largest_differences, run
+from tests.harness.parity.layouts import (
     BASE,
     BOTH_REPLICAS_DEGRADED,
     DROPOUT,
@@ -39,7 +40,6 @@ from benchmarks.parity.layouts import (
     reference,
     uniform,
 )
-from ntp_plugin.errors import NtpError
 
 SEED = 1234
 BOUNDS = {"float64": 1e-12, "float32": 1e-6}

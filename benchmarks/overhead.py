@@ -35,10 +35,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks import evidence, lanes
-from benchmarks.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
-from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity.job import COLLECTIVES, RECIPES, Job, have_megatron_imported
+from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.played_ranks import quietly
 
 SEED = 1234
 BOUND = 1.01

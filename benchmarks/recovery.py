@@ -24,7 +24,7 @@ the next one begins:
     first step  from its samples to its commit
 
 A kill or a freeze comes from outside, at any instant. A rank hangs by itself, at one of the fault points of
-benchmarks/parity/live.py.
+tests/harness/parity/live.py.
 
 A trial is `hung` if a survivor does not commit within 20 seconds, or ends. It is `wrong` if losses, norms or weights of
 its job differ in float64 by more than 1e-9 from those of a job without plugin and without faults, on the same samples.
@@ -43,14 +43,14 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.megatron_restart import restart_seconds
-from benchmarks.parity import live
-from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, uniform
 from ntp_plugin.errors import NtpError
 from ntp_plugin.membership.failure_detector import Thresholds
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import hang
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity import live
+from tests.harness.parity.job import Job, have_megatron_imported, largest_differences, run
+from tests.harness.parity.layouts import BASE, MODELS, uniform
 
 SEED = 2504_06095
 HUNG = Thresholds(hung_s=1.0)

@@ -27,15 +27,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import evidence
-from benchmarks.parity import live
-from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, uniform
-from benchmarks.played_ranks import Asking
 from ntp_plugin.errors import NtpError
 from ntp_plugin.membership import admission
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity import live
+from tests.harness.parity.job import Job, have_megatron_imported, largest_differences, run
+from tests.harness.parity.layouts import BASE, MODELS, uniform
+from tests.harness.played_ranks import Asking
 
 SEED = 2510_00606
 RANKS, LIVES = 4, 1

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from benchmarks.zero.job import STEPS, Job, run
 from ntp_plugin.errors import StateLost
 from ntp_plugin.testing.faults import kill
 from tests.deepspeed.test_recipe import ENVIRONMENT, RECIPES, with_block
+from tests.harness.zero.job import STEPS, Job, run
 from tests.ranks.command import NTP, Command, assert_all_end, descendants_of, wait_until
 
 SECONDS = 600.0

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.zero.compare import assert_same_training
-from benchmarks.zero.job import Job, Play, run
 from ntp_plugin.errors import Excluded
 from ntp_plugin.membership import admission
 from ntp_plugin.testing.faults import kill
+from tests.harness.zero.compare import assert_same_training
+from tests.harness.zero.job import Job, Play, run
 
 
 class OpensAtOnce(Play):

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.zero import fused_adam
-from benchmarks.zero.compare import assert_same_training, differences
-from benchmarks.zero.job import Job, have_deepspeed_imported, run
 from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.training.optimizers import Numbers, element_wise, refuse_unknown_state
 from tests.deepspeed.halves import HALVES
 from tests.deepspeed.test_tensor_parallel_zero import SCALED
+from tests.harness.zero import fused_adam
+from tests.harness.zero.compare import assert_same_training, differences
+from tests.harness.zero.job import Job, have_deepspeed_imported, run
 
 
 def job(**options):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zero.compare import BOUNDS, assert_same_training, of_weights, used_once
-from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run, undisturbed
 from ntp_plugin.errors import ConfigError, Excluded, Refused, StateLost
 from ntp_plugin.testing.faults import freeze, kill
 from ntp_plugin.testing.ranks import Ranks
 from tests.deepspeed.halves import HALVES
+from tests.harness.zero.compare import BOUNDS, assert_same_training, of_weights, used_once
+from tests.harness.zero.job import Job, Play, have_deepspeed_imported, run, undisturbed
 
 STAGES = [0, 1, 2]
 FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]

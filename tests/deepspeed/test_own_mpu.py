@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from benchmarks.zero.compare import assert_same_training, of_weights, together, used_once
-from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
 from tests.deepspeed.halves import HALVES
+from tests.harness.zero.compare import assert_same_training, of_weights, together, used_once
+from tests.harness.zero.job import Job, run, undisturbed
 
 TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)

@@ -6,8 +6,8 @@ With ZeRO the others resume from the step of the newest copies, so the test look
 
 import pytest
 
-from benchmarks.zero.job import Job, Play, run
 from ntp_plugin.testing.faults import kill
+from tests.harness.zero.job import Job, Play, run
 
 STEPS = {"steps": 12, "epochs": 3, "dtype": "float32"}
 IN_FLOAT32 = (("data_types", {"grad_accum_dtype": "fp32"}),)

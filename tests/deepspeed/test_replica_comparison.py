@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zero.compare import differences, used_once, within
-from benchmarks.zero.job import Job, Play, run
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import SilentCorruption, StateLost
 from ntp_plugin.telemetry import Committed, Compared, Corrupted, Follower
 from ntp_plugin.testing.faults import kill
+from tests.harness.zero.compare import differences, used_once, within
+from tests.harness.zero.job import Job, Play, run
 
 CUT, OWN = {"tp": 2}, {"tp": 2, "mpu": True}
 JOBS = [{"stage": 0}, {"stage": 1}, {"stage": 0, **CUT}, {"stage": 1, **CUT}, {"stage": 0, **OWN}, {"stage": 1, **OWN}]

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from benchmarks.zero.compare import differences, used_once, within
-from benchmarks.zero.job import Job, Play, have_deepspeed_imported, run
 from ntp_plugin.errors import Refused
 from ntp_plugin.recovery import same_settings
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
+from tests.harness.zero.compare import differences, used_once, within
+from tests.harness.zero.job import Job, Play, have_deepspeed_imported, run
 from tests.refused import assert_all_are_refused
 
 LONG_S = 400
@@ -32,7 +32,7 @@ class Deviating(Play):
             return super()._play(rank)
         os.environ |= dict(self.variables)
         if self.shifted:
-            from benchmarks.zero.models import Samples  # noqa: PLC0415
+            from tests.harness.zero.models import Samples  # noqa: PLC0415
 
             item = Samples.__getitem__
             Samples.__getitem__ = lambda samples, number: item(samples, number + self.shifted)

@@ -5,7 +5,10 @@ import math
 
 import pytest
 
-from benchmarks.zero.compare import (
+from ntp_plugin.errors import Refused
+from ntp_plugin.testing.faults import kill
+from tests.deepspeed.halves import NEEDS_FLOAT16
+from tests.harness.zero.compare import (
     BOUNDS,
     assert_same_training,
     of_weights,
@@ -13,10 +16,7 @@ from benchmarks.zero.compare import (
     undisturbed_weights,
     used_once,
 )
-from benchmarks.zero.job import Job, run, undisturbed
-from ntp_plugin.errors import Refused
-from ntp_plugin.testing.faults import kill
-from tests.deepspeed.halves import NEEDS_FLOAT16
+from tests.harness.zero.job import Job, run, undisturbed
 
 TWO = Job(ranks=4, tp=2)
 FAULT_POINTS = [

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from benchmarks.zero.compare import assert_same_training, of_weights, together, undisturbed_weights, used_once
-from benchmarks.zero.job import Job, run, undisturbed
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
 from tests.deepspeed.halves import HALVES
+from tests.harness.zero.compare import assert_same_training, of_weights, together, undisturbed_weights, used_once
+from tests.harness.zero.job import Job, run, undisturbed
 
 STAGES = [1, 2]
 

@@ -2,9 +2,9 @@
 
 import shutil
 
-from benchmarks.parity.job import Job
-from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.telemetry import Committed, CopyTrouble, Follower, Recovered
+from tests.harness.parity.job import Job
+from tests.harness.parity.layouts import BASE, MODELS
 from tests.megatron.test_export import SHARDED, run_of
 from tests.megatron.test_hosts import ENVIRONMENT, training, wait_for_step
 from tests.ranks.command import NTP, Command

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import (
+from ntp_plugin.errors import Refused
+from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import STEPS, Job, largest_differences, run
+from tests.harness.parity.layouts import (
     BASE,
     FIRST_DEGRADED,
     HYBRID,
@@ -22,10 +24,8 @@ from benchmarks.parity.layouts import (
     reference,
     uniform,
 )
-from benchmarks.parity.live import live
-from benchmarks.parity.saved import HALF, joined, largest_difference, loading, replica_digests_in, saving
-from ntp_plugin.errors import Refused
-from ntp_plugin.testing.faults import kill
+from tests.harness.parity.live import live
+from tests.harness.parity.saved import HALF, joined, largest_difference, loading, replica_digests_in, saving
 
 FLOAT64 = BOUNDS["float64"]
 TIED = "tied embeddings"

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import Job, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, OLD, degraded, uniform
-from benchmarks.parity.live import Play, as_if_always_there, live
 from ntp_plugin.errors import Excluded, Refused, StateLost
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.telemetry import Committed, Copied, CopyTrouble, Follower, Restored
 from ntp_plugin.testing.faults import freeze, kill
 from ntp_plugin.testing.ranks import Ranks
+from tests.harness.parity.job import Job, have_megatron_imported, largest_differences, run
+from tests.harness.parity.layouts import BASE, MODELS, OLD, degraded, uniform
+from tests.harness.parity.live import Play, as_if_always_there, live
 from tests.megatron.test_live import (
     IN_A_RECOVERY,
     IN_A_STEP,

@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from benchmarks.parity.job import STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, SEQUENCE, degraded, uniform
 from ntp_plugin.errors import Refused
+from tests.harness.parity.job import STEPS, Job, largest_differences, run
+from tests.harness.parity.layouts import BASE, DROPOUT, MODELS, OPTIONS, SEQUENCE, degraded, uniform
 
 FLOAT64 = BOUNDS["float64"]
 PER_TOKEN = "--calculate-per-token-loss"

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.parity.job import RECIPES
 from ntp_plugin.telemetry import Began, Follower
+from tests.harness.parity.job import RECIPES
 from tests.ranks.command import NTP, Command
 
 SCRIPT = f"""

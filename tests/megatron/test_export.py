@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from benchmarks.parity.job import Job
-from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.parity.saved import largest_difference, replica_digests_in
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.started_by import StartedBy
 from ntp_plugin.telemetry import Committed, CopyTrouble, Exported, Follower, Recovered
+from tests.harness.parity.job import Job
+from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.parity.saved import largest_difference, replica_digests_in
 from tests.megatron import test_hosts
 from tests.megatron.test_hosts import ENVIRONMENT, copies_left, training, wait_for_step
 from tests.mounted import disk

@@ -6,11 +6,11 @@ The reference is torch's Adam in one full-width replica that computes the whole 
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, MODELS, degraded, uniform
-from benchmarks.parity.live import as_if_always_there, live
-from benchmarks.parity.saved import joined, loading, saving
 from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import Job, largest_differences, run
+from tests.harness.parity.layouts import BASE, MODELS, degraded, uniform
+from tests.harness.parity.live import as_if_always_there, live
+from tests.harness.parity.saved import joined, loading, saving
 from tests.megatron.test_checkpoints import with_arguments
 from tests.megatron.test_live import OVERLAP, assert_every_sample_once, assert_same_training, widths
 

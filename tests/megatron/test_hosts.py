@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.job import Job
-from benchmarks.parity.layouts import BASE, MODELS
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Committed, Copied, Follower, Recovered, Restored
 from ntp_plugin.testing.machines import why_not
+from tests.harness.parity.job import Job
+from tests.harness.parity.layouts import BASE, MODELS
 from tests.patience import PATIENCE_S
 from tests.ranks.command import NTP, Command
 from tests.ranks.machines import machines

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of
-from benchmarks.parity.job import RECIPES, STEPS, Job, largest_differences, run
-from benchmarks.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, degraded, uniform
-from benchmarks.parity.live import as_if_always_there, live
-from benchmarks.parity.saved import largest_difference, replica_digests_in
 from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
 from ntp_plugin.telemetry import Began, Chosen, Committed, Ended, Follower, Recovered
 from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import RECIPES, STEPS, Job, largest_differences, run
+from tests.harness.parity.layouts import BASE, DROPOUT, HYBRID, MODELS, SEQUENCE, degraded, uniform
+from tests.harness.parity.live import as_if_always_there, live
+from tests.harness.parity.saved import largest_difference, replica_digests_in
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"

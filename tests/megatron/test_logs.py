@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.parity.job import Job
-from benchmarks.parity.layouts import BASE, MODELS
-from benchmarks.parity.live import live
 from ntp_plugin.telemetry import Follower, Recovered
 from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import Job
+from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.parity.live import live
 
 pytest.importorskip("tensorboard", reason="without it Megatron writes no TensorBoard")
 

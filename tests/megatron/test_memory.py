@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, OLD, OPTIONS, degraded
+from tests.harness.parity.job import run
+from tests.harness.parity.layouts import BASE, OLD, OPTIONS, degraded
 
 WITHIN = 0.05
 

@@ -6,8 +6,11 @@ Bytes are those of `planning/memory_fit.py`, here of a tiny model; `test_memory.
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import Job, largest_differences, run
-from benchmarks.parity.layouts import (
+from ntp_plugin.errors import Refused
+from ntp_plugin.telemetry import Follower, Recovered
+from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import Job, largest_differences, run
+from tests.harness.parity.layouts import (
     BASE,
     DROPOUT,
     FOURS,
@@ -19,10 +22,7 @@ from benchmarks.parity.layouts import (
     reference,
     uniform,
 )
-from benchmarks.parity.live import as_if_always_there, live
-from ntp_plugin.errors import Refused
-from ntp_plugin.telemetry import Follower, Recovered
-from ntp_plugin.testing.faults import kill
+from tests.harness.parity.live import as_if_always_there, live
 from tests.megatron.test_live import assert_every_sample_once
 
 SAMPLES = 24

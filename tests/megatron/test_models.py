@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
-from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, HYBRID, TOGETHER, degraded
 from ntp_plugin.errors import Refused
+from tests.harness.parity.job import run
+from tests.harness.parity.layouts import BASE, HYBRID, TOGETHER, degraded
 
 
 @pytest.mark.parametrize(

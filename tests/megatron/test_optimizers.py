@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import run
-from benchmarks.parity.layouts import BASE, OPTIONS, degraded
 from ntp_plugin.errors import Refused
+from tests.harness.parity.job import run
+from tests.harness.parity.layouts import BASE, OPTIONS, degraded
 
 
 @pytest.mark.parametrize(

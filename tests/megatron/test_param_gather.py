@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
-from benchmarks.parity.job import STEPS, largest_differences, run
-from benchmarks.parity.layouts import BASE, OPTIONS, degraded, uniform
+from tests.harness.parity.job import STEPS, largest_differences, run
+from tests.harness.parity.layouts import BASE, OPTIONS, degraded, uniform
 
 GATHER = OPTIONS["parameter gather overlap"]
 EVALUATED = "--eval-iters 1 --eval-interval 5"

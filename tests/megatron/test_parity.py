@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, CONTROLS, TIMES_THE_FLOOR, USUAL_EPS, bounds_of, compared, noticed
-from benchmarks.parity.job import STEPS, Job, largest_differences, replica_digests, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, degraded, uniform
+from tests.harness.parity.job import STEPS, Job, largest_differences, replica_digests, run
+from tests.harness.parity.layouts import BASE, LAYOUTS, MODELS, OLD, OPTIONS, degraded, uniform
 
 FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.job import Play, have_megatron_imported, largest_differences, run
-from benchmarks.parity.layouts import BASE, degraded
 from ntp_plugin.testing.ranks import Ranks
+from tests.harness.parity.job import Play, have_megatron_imported, largest_differences, run
+from tests.harness.parity.layouts import BASE, degraded
 from tests.unit.test_patches import ALL, apply, installed
 
 JOB = degraded(BASE, "TP4+TP3")

@@ -8,8 +8,9 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import STEPS, largest_differences, run, with_losses
-from benchmarks.parity.layouts import (
+from ntp_plugin.errors import Refused
+from tests.harness.parity.job import STEPS, largest_differences, run, with_losses
+from tests.harness.parity.layouts import (
     BASE,
     BOTH_REPLICAS_DEGRADED,
     FIRST_DEGRADED,
@@ -25,7 +26,6 @@ from benchmarks.parity.layouts import (
     degraded,
     reference,
 )
-from ntp_plugin.errors import Refused
 
 FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.parity.job import RECIPES
 from ntp_plugin.chaos.history import History
 from ntp_plugin.cli.main import main
 from ntp_plugin.telemetry import Began, Follower
+from tests.harness.parity.job import RECIPES
 from tests.ranks.command import NTP, Command
 from tests.unit.wandb_file import records
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks.parity.job import STEPS
-from benchmarks.parity.layouts import MODELS
-from benchmarks.parity.live import live
 from ntp_plugin.copies.store import Store
 from ntp_plugin.errors import NotFinite, SilentCorruption
 from ntp_plugin.telemetry import Compared, Corrupted
 from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import STEPS
+from tests.harness.parity.layouts import MODELS
+from tests.harness.parity.live import live
 from tests.megatron.test_live import SHARDED, assert_same_training, events_of, job, widths
 
 

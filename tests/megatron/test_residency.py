@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.parity.job import STEPS
-from benchmarks.parity.layouts import DROPOUT, MODELS
-from benchmarks.parity.live import live
 from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import STEPS
+from tests.harness.parity.layouts import DROPOUT, MODELS
+from tests.harness.parity.live import live
 from tests.megatron.test_live import SHARDED, assert_every_sample_once, assert_same_training, job
 
 

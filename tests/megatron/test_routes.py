@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from benchmarks.parity.job import STEPS, largest_differences, replica_digests, run
-from benchmarks.parity.layouts import BASE, OLD, OPTIONS, degraded, uniform
 from ntp_plugin.errors import StateLost
+from tests.harness.parity.job import STEPS, largest_differences, replica_digests, run
+from tests.harness.parity.layouts import BASE, OLD, OPTIONS, degraded, uniform
 
 FLOAT64 = BOUNDS["float64"]
 FOUR = ["TP4+TP3", "TP4+TP2", "TP3+TP3", "TP4+TP4+TP3"]

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from benchmarks.parity.job import RECIPES, have_megatron_imported
-from benchmarks.parity.live import Play
 from ntp_plugin.errors import Refused
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Ranks
+from tests.harness.parity.job import RECIPES, have_megatron_imported
+from tests.harness.parity.live import Play
 from tests.megatron.test_live import assert_same_training, job
 from tests.refused import assert_all_are_refused
 

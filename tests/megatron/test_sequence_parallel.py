@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks.numerics import BOUNDS, compared
-from benchmarks.parity.job import largest_differences, run
-from benchmarks.parity.layouts import BASE, LAYOUTS, OLD, OPTIONS, SEQUENCE, degraded, uniform
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.testing.ranks import Ranks
+from tests.harness.parity.job import largest_differences, run
+from tests.harness.parity.layouts import BASE, LAYOUTS, OLD, OPTIONS, SEQUENCE, degraded, uniform
 
 WIDTH, LENGTHS = 3, range(1, 11)
 

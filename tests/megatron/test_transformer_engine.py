@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.parity.job import RECIPES
+from tests.harness.parity.job import RECIPES
 from tests.ranks.command import NTP, Command
 
 RECIPE = RECIPES.parent / "chaos" / "megatron-transformer-engine.toml"

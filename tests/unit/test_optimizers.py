@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.errors import Refused
 from ntp_plugin.training.optimizers import INVENTORY, KNOWN, Numbers, element_wise, kept, refuse_unknown_state
+from tests.harness.parity.group_adam import FusedAdam
 
 TORCH = {
     "Adam": {"weight_decay": 0.1},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.played_ranks import Asking, asking_of, report_request, wait_until_they_ask
+from tests.harness.played_ranks import Asking, asking_of, report_request, wait_until_they_ask
 from tests.patience import PATIENCE_S
 
 STEP = 14

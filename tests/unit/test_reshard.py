@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.digest import digest
 from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import Refused, StateLost
@@ -17,6 +16,7 @@ from ntp_plugin.resharding.cuts import Recut, global_ranges, local_ranges, local
 from ntp_plugin.resharding.rebuild import WEIGHT, Rebuilding, are_alike, compare, summed, survey
 from ntp_plugin.resharding.reshard_plan import NOT_HELD
 from ntp_plugin.resharding.sharded_state import ShardedState
+from tests.harness.parity.group_adam import FusedAdam
 
 
 @st.composite

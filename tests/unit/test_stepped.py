@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.parity.group_adam import FusedAdam
 from ntp_plugin.copies.layout import dtype_name
 from ntp_plugin.copies.manifest import CopiedSlice, Entry
 from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import Refused
 from ntp_plugin.reduction.stepped import Stepped, make_room, parts
+from tests.harness.parity.group_adam import FusedAdam
 
 SIZE = 12
 MAKE = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.played_ranks import Asking, asking_of, played, quietly
-from benchmarks.zero import fused_adam
-from benchmarks.zero.fault_points import FAULT_POINTS, FORWARDS, report_fault_points, wait_for_a_loss
-from benchmarks.zero.models import CUT, Samples, Tokens, make_model, make_transformer
-from benchmarks.zero.own_layers import Mpu, Own
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.played_ranks import Asking, asking_of, played, quietly
+from tests.harness.zero import fused_adam
+from tests.harness.zero.fault_points import FAULT_POINTS, FORWARDS, report_fault_points, wait_for_a_loss
+from tests.harness.zero.models import CUT, Samples, Tokens, make_model, make_transformer
+from tests.harness.zero.own_layers import Mpu, Own
 
 STEPS, RATE = 20, 1e-2
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}

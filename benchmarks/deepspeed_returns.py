@@ -1,7 +1,7 @@
 """Kill and restart ranks again and again in one DeepSpeed job.
 
-    python -m benchmarks.zero.cycles              50 cycles for each stage of ZeRO, also where AutoTP has cut the model
-    SCALE=ci python -m benchmarks.zero.cycles     3 of ZeRO-1, and 3 with AutoTP
+    python -m benchmarks.deepspeed_returns              50 cycles for each stage of ZeRO, also with AutoTP
+    SCALE=ci python -m benchmarks.deepspeed_returns     3 of ZeRO-1, and 3 with AutoTP
 
 In each cycle a random slot is killed some time after a random step of all members, and a new process joins in it; the
 others do not wait for it while it starts, but they do at the end. Members poll for admission with each vote here, since
@@ -18,16 +18,16 @@ import time
 from typing import Any
 
 from benchmarks import evidence
-from benchmarks.played_ranks import Asking
-from benchmarks.zero import job as zero
-from benchmarks.zero.compare import differences, used_once, within
-from benchmarks.zero.fault_points import FAULT_POINTS
-from benchmarks.zero.job import Job, have_deepspeed_imported
-from benchmarks.zero.numerics import feature
+from benchmarks.deepspeed_numerics import feature
 from ntp_plugin.errors import NtpError
 from ntp_plugin.membership import admission
 from ntp_plugin.testing.leaks import held
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.played_ranks import Asking
+from tests.harness.zero import job as zero
+from tests.harness.zero.compare import differences, used_once, within
+from tests.harness.zero.fault_points import FAULT_POINTS
+from tests.harness.zero.job import Job, have_deepspeed_imported
 
 SEED = 2510_00606
 LIVES, STEPS_EACH, WARM_UP = 1, 8, 2

@@ -1,7 +1,7 @@
 """Compare DeepSpeed jobs whose ranks are killed with undisturbed ones: what `make show-deepspeed` measures.
 
-    python -m benchmarks.zero.numerics              every stage, fault point and victim; some minutes
-    SCALE=ci python -m benchmarks.zero.numerics     a slice
+    python -m benchmarks.deepspeed_numerics              every stage, fault point and victim; some minutes
+    SCALE=ci python -m benchmarks.deepspeed_numerics     a slice
 
 Each row is a job of 20 steps, usually of four ranks, that loses one, and the largest relative difference of its losses,
 norms and weights from stock DeepSpeed on the same samples. `seconds` is the time from the kill to the end of the first
@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import evidence
-from benchmarks.zero import job as zero
-from benchmarks.zero.compare import BOUNDS, differences, used_once, within
-from benchmarks.zero.job import Job, Rows, run
 from ntp_plugin.errors import NtpError
 from ntp_plugin.reduction import direct_lanes
 from ntp_plugin.reduction.gradient_lanes import GradientLanes
 from ntp_plugin.testing.faults import Fault, kill
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.zero import job as zero
+from tests.harness.zero.compare import BOUNDS, differences, used_once, within
+from tests.harness.zero.job import Job, Rows, run
 
 SEED = 7
 STEP = 6

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
-from benchmarks.played_ranks import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
 from ntp_plugin.recovery.fault_points import FAULT_POINTS
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.parity.job import RECIPES, Job, Looker, Seen, have_megatron_imported, run_script
+from tests.harness.played_ranks import Asking, asking_of, played, quietly, report_request, wait_until_they_ask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.zero.job import RATE, Job, Rows, Seen, undisturbed
+from tests.harness.zero.job import RATE, Job, Rows, Seen, undisturbed
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-6}
 """Relative, after 20 steps at Adam's eps 1e-4: what a changed order of summation makes."""

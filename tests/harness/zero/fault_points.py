@@ -5,10 +5,10 @@ import itertools
 import time
 from typing import Any
 
-from benchmarks.played_ranks import Asking, report_request, wait_until_they_ask
 from ntp_plugin.errors import PeerLost
 from ntp_plugin.recovery.fault_points import FaultPoints
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.played_ranks import Asking, report_request, wait_until_they_ask
 
 FAULT_POINTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.parity.job import Job
+from tests.harness.parity.job import Job
 
 _BARE = "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
 _GQA, _UNTIED = "--group-query-attention --num-query-groups 8", "--untie-embeddings-and-output-weights"

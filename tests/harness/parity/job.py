@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.parity import group_adam
-from benchmarks.played_ranks import quietly
 from ntp_plugin.testing.ranks import Rank, Ranks
+from tests.harness.parity import group_adam
+from tests.harness.played_ranks import quietly
 
-RECIPES = Path(__file__).parents[2] / "recipes/megatron"
+RECIPES = Path(__file__).parents[3] / "recipes/megatron"
 STEPS = 20
 COLLECTIVES = (
     *("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier"),
@@ -211,7 +211,7 @@ class Looker:
         if job.group_adam:
             group_adam.install()
         if job.spoil:
-            from benchmarks.parity import spoilt  # noqa: PLC0415
+            from tests.harness.parity import spoilt  # noqa: PLC0415
 
             getattr(spoilt, job.spoil)()
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from benchmarks.parity.job import STEPS, Seen, Whole, with_losses
+from tests.harness.parity.job import STEPS, Seen, Whole, with_losses
 
 HALF = STEPS // 2
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.zero.models import FEATURES
+from tests.harness.zero.models import FEATURES
 
 
 class Mpu:
