@@ -204,7 +204,7 @@ def test_a_rejoined_rank_survives_the_next_loss_and_return():
         pytest.param(
             slot,
             fault_point,
-            marks=[pytest.mark.short] * (who == "who came back" and "arriv" in fault_point),
+            marks=[pytest.mark.short] * (who == "who came back" and fault_point == "arriving"),
             id=f"{who}-{fault_point}",
         )
         for slot, who in {0: "0", 2: "2", 3: "who came back", 5: "of a third"}.items()

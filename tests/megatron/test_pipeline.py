@@ -82,7 +82,7 @@ def test_options_make_no_difference(option, layout):
         pytest.param(SEQUENCE, BOTH_REPLICAS_DEGRADED, marks=pytest.mark.short),
         (f"{SEQUENCE}: {OLD}", BOTH_REPLICAS_DEGRADED),
         (SEQUENCE, INTERLEAVED),
-        pytest.param(HYBRID, FIRST_DEGRADED, marks=pytest.mark.short),
+        (HYBRID, FIRST_DEGRADED),
         (HYBRID, MIDDLE_DEGRADED),
         (f"{HYBRID}; distributed optimizer", BOTH_REPLICAS_DEGRADED),
         (SEGMENTS, INTERLEAVED),

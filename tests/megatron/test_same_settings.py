@@ -54,8 +54,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.short
-@pytest.mark.parametrize(("way", "named"), WAYS)
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [pytest.param(*way.values, id=way.id, marks=[pytest.mark.short] * (way.id == "seed")) for way in WAYS],
+)
 def test_a_joining_process_with_other_settings_is_refused_and_the_job_continues(way, named):
     have_megatron_imported()
     play = Deviating(job(), who="3/1", **way)
