@@ -71,7 +71,7 @@ def test_training_continues_when_a_worker_is_killed(tmp_path, config):
     assert numbers[:same] == pytest.approx(undisturbed[2][:same], rel=1e-6)
 
 
-@pytest.mark.parametrize("back", [pytest.param(False, marks=pytest.mark.short), True])
+@pytest.mark.parametrize("back", [False, True])
 def test_with_an_mpu_two_ranks_leave_and_two_rejoin(tmp_path, back):
     words = ["--nproc-per-node=4", str(RECIPES / "train_mpu.py"), "--epochs=1", "--deepspeed_config"]
     found = []
