@@ -127,7 +127,7 @@ class Rank:
         """Say where this rank is. A fault that is planned for it here happens now.
 
         Args:
-            moment: A name of your own, which a fault gives as `during`.
+            fault_point: A name of your own, which a fault gives as `during`.
             step: The step that the rank is in.
             epoch: Inside a recovery, the epoch that it leads to.
         """
@@ -180,12 +180,12 @@ class Ranks:
             count: How many ranks.
             play: What each runs: a function at the top of a module. Its result and its arguments are pickled.
             faults: What happens to whom, and when.
-            moments: All names that `play` gives to `Rank.reached`. Without them a fault with a wrong name is found when
+            fault_points: All names that `play` gives to `Rank.reached`. Without them a fault with a wrong name is found when
                 the ranks have ended.
             thresholds: After how long a rank counts as hung or silent.
 
         Raises:
-            ConfigError: A fault is for a rank or a moment that there is not.
+            ConfigError: A fault is for a rank or a fault point that does not exist.
         """
         _refuse_impossible(faults, count, fault_points)
         _CONTEXT.set_forkserver_preload([*_PRELOADED, *filter(None, os.environ.get("NTP_PRELOAD", "").split(","))])

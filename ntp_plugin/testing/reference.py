@@ -27,7 +27,7 @@ def assert_same_training(outcomes: Mapping[int, Trained], reference: Trained, *,
 
     Args:
         outcomes: Slot -> what it trained; weights must agree bit for bit between slots.
-        reference run: What any rank of the run without faults trained.
+        reference: What any rank of the run without faults trained.
         rtol: How far losses and weights may be from that run's: another order of summation rounds differently.
 
     Raises:
