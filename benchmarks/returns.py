@@ -134,7 +134,7 @@ def cycles_of(count: int, chance: random.Random) -> Cycles:
 
 
 def _what_is_wrong(lived: Mapping[int, live.Lived], more: str) -> str:
-    reference = run(uniform(BASE, batch=BATCH, more=more), 600.0)
+    reference = run(uniform(BASE, batch=BATCH, more=more))
     worst = largest_differences(live.as_if_always_there(lived), reference)
     return "" if max(worst.values()) <= WRONG else f"different from the reference run: {worst}"
 
