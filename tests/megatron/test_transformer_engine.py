@@ -11,7 +11,7 @@ RECIPE = RECIPES.parent / "chaos" / "megatron-transformer-engine.toml"
 
 
 def verdict(tmp_path, *words):
-    command = Command([*NTP, "chaos", str(RECIPE), "--out", str(tmp_path / "out"), *words], tmp_path / "log")
+    command = Command([*NTP, "chaos", "--out", str(tmp_path / "out"), str(RECIPE), *words], tmp_path / "log")
     code, output = command.end()
     return code, output, json.loads((tmp_path / "out" / "verdict.json").read_text())
 
