@@ -180,8 +180,8 @@ class Ranks:
             count: How many ranks.
             play: What each runs: a function at the top of a module. Its result and its arguments are pickled.
             faults: What happens to whom, and when.
-            fault_points: All names that `play` gives to `Rank.reached`. Without them a fault with a wrong name is found when
-                the ranks have ended.
+            fault_points: All names that `play` gives to `Rank.reached`. Without them a fault with a wrong name is
+                found when the ranks have ended.
             thresholds: After how long a rank counts as hung or silent.
 
         Raises:
