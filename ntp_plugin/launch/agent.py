@@ -310,6 +310,8 @@ class TolerantAgent(LocalElasticAgent):
         if not self._finished:
             self._finished = True
             self._supervisor.finish()
+            if self._host_membership.hosts > 1 and trouble is None and not self._supervisor.view.over:
+                _say("all workers of this host have ended; it waits for the end of the job on the other hosts")
         # A store that is lost by now has ended with its host, because the job was over.
         if trouble is None and not self._supervisor.over:
             return RunResult(state=WorkerState.HEALTHY)
