@@ -16,8 +16,8 @@ PORT = 29400
 LIMITS = "host_s=10,store_s=30,hung_s=20"
 """A host on a machine with 60 busy processes beats once in a second or two."""
 PATIENT = "host_s=10,store_s=600,hung_s=20"
-"""For a host that is reached again: TCP repeats a lost packet after twice the time of the time before, so that a request
-from before the cut may be answered half a minute after it."""
+"""For a host that is reached again: TCP doubles the time between its attempts to send a lost packet, so a request from
+before the cut may be answered half a minute after the cut is healed."""
 STEPS = 160
 """Ten minutes with pauses (`paused.py`): a machine joins within that time."""
 
