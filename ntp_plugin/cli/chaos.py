@@ -33,6 +33,7 @@ examples:
   ntp chaos recipes/chaos/kill-in-backward.toml
   ntp chaos recipes/chaos/kill-in-backward.toml --job recipes/chaos/jobs/deepspeed.toml
   ntp chaos recipes/chaos/kill-in-backward.toml -- --standalone --nproc-per-node=8 my_pretrain.py ...
+    (what follows -- are arguments of ntp run, in place of those of the recipe's job)
   ntp chaos attach my-run --what sigkill --slot r0.s0.t1
   ntp chaos attach my-run recipes/chaos/kill-in-backward.toml
   ntp chaos outside -- ntp run --standalone ...   (see ntp chaos outside --help)
@@ -49,14 +50,13 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.takes_command = True
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
         help="a file of recipes/chaos/; or `attach`, followed by the folder of a run and, if wanted, a recipe",
     )
-    parser.add_argument(
-        "rest", nargs="*", default=(), metavar="-- WORDS", help="arguments of `ntp run`, instead of the recipe's"
-    )
+    parser.add_argument("rest", nargs="*", default=(), metavar="RUN_DIR [RECIPE]", help="after `attach`")
     parser.add_argument("--job", metavar="FILE", help="use the job of this file instead of the recipe's")
     parser.add_argument(
         "--reference", metavar="DIR", help="compare with this run, instead of running the job without faults"
@@ -81,8 +81,10 @@ def run(parsed: Any) -> int:
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(parsed, flag) is not None:
             raise ConfigError(f"--{flag} needs a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
+    if parsed.rest:
+        raise ConfigError(f"{parsed.rest[0]} is one word too many", way_out="write -- before the arguments of ntp run")
     recipe = read_recipe(
-        Path(parsed.recipe), job=None if parsed.job is None else Path(parsed.job), run=tuple(parsed.rest)
+        Path(parsed.recipe), job=None if parsed.job is None else Path(parsed.job), run=tuple(parsed.command)
     )
     folder = require_new(_folder(parsed, recipe), "--out")
     with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout), ending_in_waits() as wait:
@@ -126,6 +128,8 @@ def _looking(name: str) -> Iterator[Look]:
 
 
 def _attach(parsed: Any, wait: Wait) -> int:
+    if parsed.command:
+        raise ConfigError("attach takes no arguments of ntp run", way_out="see ntp chaos --help")
     if len(parsed.rest) == 2:
         return _attach_recipe(parsed, wait)
     if len(parsed.rest) != 1 or parsed.what is None or parsed.slot is None:

@@ -154,6 +154,14 @@ OTHERS = {
         "chaos empty.toml",
         "empty.toml is empty. Way out: write at least [job] and a [[fault]]",
     ),
+    "a chaos with a word too many": (
+        "chaos chaos.toml train.py",
+        "train.py is one word too many. Way out: write -- before the arguments of ntp run",
+    ),
+    "arguments of ntp run for a job that runs": (
+        "chaos attach run -- --standalone",
+        "attach takes no arguments of ntp run",
+    ),
     "a chaos of a plan": ("chaos plan.toml", "is not a known key. Way out: known keys: [job], [[fault]]"),
     "a chaos of a number": ("chaos random.toml", "random.toml: random must be a table of keys, not 3"),
     "a fault that is a number": ("chaos faults.toml", "faults.toml: fault 1 must be a table of keys, not 1"),
@@ -254,6 +262,20 @@ def test_a_job_that_can_start_is_started(words, monkeypatch):
     monkeypatch.setattr(agent, "run", lambda arguments, _: started.append(arguments) or 0)
     assert main(["run", *words]) == 0
     assert started[0].training_script in words
+
+
+@pytest.mark.parametrize("options", [["chaos.toml", "--out", "x"], ["--out", "x", "chaos.toml"]])
+def test_options_of_chaos_may_stand_on_both_sides_of_the_recipe(options, monkeypatch):
+    class Started(Exception):
+        """In place of a campaign."""
+
+    def start(recipe, *_, **__):
+        raise Started(recipe.job.run)
+
+    monkeypatch.setattr(chaos, "run_campaign", start)
+    with pytest.raises(Started) as started:
+        main(["chaos", *options, "--", "--standalone", "ok.py", "--out", "y"])
+    assert started.value.args == (("--standalone", "ok.py", "--out", "y"),)
 
 
 def test_a_number_in_the_environment_is_checked_as_well(capsys, monkeypatch):
