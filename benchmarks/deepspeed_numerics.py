@@ -26,6 +26,7 @@ from ntp_plugin.testing.faults import Fault, kill
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.zero import job as zero
 from tests.harness.zero.compare import BOUNDS, differences, used_once, within
+from tests.harness.zero.fault_points import STEP_FAULT_POINTS
 from tests.harness.zero.job import Job, Rows, run
 
 SEED = 7
@@ -34,21 +35,8 @@ FAULT_POINTS = ("forward", "backward", "accumulated", "reduce", "vote", "apply",
 HEARD = ("forward", "backward", "accumulated")
 """Where the others learn of a loss in their own code, and not in a collective: `heard` in a row."""
 VICTIMS = (0, 1, 3)
-CUT_FAULT_POINTS = (
-    "forward",
-    "within",
-    "backward",
-    "gradient",
-    "accumulated",
-    "reduce",
-    "vote",
-    "apply",
-    "applied",
-    "between",
-    "gather",
-)
-"""Of replicas that AutoTP has cut, whose slots wait for each other in the forward and the backward. With ZeRO alone
-something is gathered."""
+CUT_FAULT_POINTS = (*STEP_FAULT_POINTS, "gather")
+"""With ZeRO alone something is gathered."""
 CONTROLS = (
     *("mean_over_who_is_left", "samples_not_dealt", "window_goes_on", "shards_not_restored"),
     *("lanes_not_summed", "all_slots_counted", "all_slots_counted_by_zero", "mean_over_who_is_left_of_an_mpu"),

@@ -8,23 +8,12 @@ from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.testing.faults import kill
 from tests.deepspeed.halves import HALVES
 from tests.harness.zero.compare import assert_same_training, of_weights, together, used_once
+from tests.harness.zero.fault_points import STEP_FAULT_POINTS
 from tests.harness.zero.job import Job, run, undisturbed
 
 TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)
 STAGES = [0, 1, 2]
-FAULT_POINTS = [
-    "forward",
-    "within",
-    "backward",
-    "gradient",
-    "accumulated",
-    "reduce",
-    "vote",
-    "apply",
-    "applied",
-    "between",
-]
 
 
 @pytest.mark.short
@@ -44,7 +33,7 @@ LOSSES = [
     (stage, slot, fault_point)
     for stage in STAGES
     for slot in (0, 1, 3)
-    for fault_point in (*FAULT_POINTS, *(["gather"] if stage else []))
+    for fault_point in (*STEP_FAULT_POINTS, *(["gather"] if stage else []))
 ]
 SHORT = [(0, 3, "within"), (0, 0, "reduce"), (1, 1, "gradient"), (2, 3, "applied")]
 

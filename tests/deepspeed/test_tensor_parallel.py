@@ -16,21 +16,10 @@ from tests.harness.zero.compare import (
     undisturbed_weights,
     used_once,
 )
+from tests.harness.zero.fault_points import STEP_FAULT_POINTS
 from tests.harness.zero.job import Job, run, undisturbed
 
 TWO = Job(ranks=4, tp=2)
-FAULT_POINTS = [
-    "forward",
-    "within",
-    "backward",
-    "gradient",
-    "accumulated",
-    "reduce",
-    "vote",
-    "apply",
-    "applied",
-    "between",
-]
 
 
 @pytest.mark.short
@@ -49,7 +38,7 @@ def test_a_job_without_losses_trains_as_the_reference():
     ("fault_point", "slot"),
     [
         pytest.param(fault_point, slot, marks=[pytest.mark.short] * ((fault_point, slot) == ("within", 1)))
-        for fault_point in FAULT_POINTS
+        for fault_point in STEP_FAULT_POINTS
         for slot in (0, 1, 3)
     ],
 )

@@ -15,6 +15,10 @@ FAULT_POINTS = (
     *("written", "within", "gradient", "evaluation"),
     *("report", "plan", "regroup", "resume", "rolled", "resumed"),
 )
+STEP_FAULT_POINTS = (
+    *("forward", "within", "backward", "gradient", "accumulated", "reduce", "vote", "apply", "applied", "between"),
+)
+"""Those of a step in a replica that is cut, whose slots wait for each other in the forward and the backward."""
 FORWARDS = 3
 """Of an evaluation."""
 
