@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two files of tests at a time: ranks wait for much of theirs.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-recipes show-widths soak-cycles docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-recipes show-widths soak-cycles docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan recipes/plan/two-gpus-short.toml
@@ -81,6 +81,9 @@ show-soak: $(READY)  # 45 minutes; SCALE=ci for four faults in each of two jobs,
 
 show-outside: $(READY)  # two hours or more; it goes on where it ended; SCALE=ci for twelve faults, ROWS=plain,... for some of the jobs
 	$(PY) -m benchmarks.outside
+
+show-megatron-recipes: $(READY)  # hours; MEGATRON_LM=path of a checkout; ROWS=name,... for some; it goes on where it ended
+	$(PY) -m benchmarks.megatron_recipes
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended
 	$(PY) -m benchmarks.recipes
