@@ -48,6 +48,7 @@ def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacemen
         *_groups(layout),
         *of_a_layout(job, UnevenLayers(layout, args, granule=policy.granule), sync),
         *of_the_optimizer(sync),
+        *_logs(sync),
         *_batch(share),
         *_masks(layout, policy, args, share.firsts),
     )
@@ -149,6 +150,22 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
             why="each replica computes it alone, with other last bits",
             make=sync.norm,
             offer=norm,
+        ),
+        Replacement(
+            target="megatron.core.optimizer.optimizer:count_zeros_fp32",
+            why="it would count the pads of lane shards",
+            make=sync.zeros,
+        ),
+    )
+
+
+def _logs(sync: LaneSync) -> tuple[Replacement, ...]:
+    """Return the hooks for what the log shows beside losses; a live job has a hook of its own there."""
+    return (
+        Replacement(
+            target=f"{_TRAINING}:calc_params_l2_norm",
+            why="with the distributed optimizer it looks for float32 parameters in Megatron's own shards",
+            make=sync.parameters_norm,
         ),
     )
 
@@ -258,7 +275,7 @@ def _masks(layout: Layout, policy: TrainingPolicy, args: Any, firsts: Firsts) ->
     """Return the hooks for the dropouts, if their masks are to be exact."""
     if not draws_exact_masks(args, policy):
         return ()
-    exact = ExactDropout(layout, args, firsts)
+    exact = ExactDropout(layout, args, firsts, strict=policy.dropout == "exact")
     return (
         Replacement(
             target=f"{_TRAINING}:setup_model_and_optimizer",

@@ -50,6 +50,12 @@ class LaneShard:
         self._sums: _UnderWay | None = None
         self._spread: _UnderWay | None = None
 
+    @property
+    def own_elements(self) -> int:
+        """How many elements of the lane are in the shard; what follows them is padding."""
+        size = self.parameter.numel()
+        return min(max(self._elements - self._place * size, 0), size)
+
     def holds(self) -> Iterator[tuple[Slice, int, int, int]]:
         """Yield each slice with elements in the shard: its first and last flat element, and where they begin in the
         shard."""

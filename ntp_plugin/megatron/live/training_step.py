@@ -27,7 +27,7 @@ from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.telemetry import Committed, EventWriter
 
-_SOMEBODY_ASKS, _NORM, _REJECTED, _COPIES = range(4)
+_SOMEBODY_ASKS, _NORM, _ZEROS, _REJECTED, _COPIES = range(5)
 _LOSSES = _COPIES + WORDS
 """Positions in the vector that the vote sums; the last part has one number per value of the losses."""
 
@@ -64,6 +64,7 @@ class TrainingStep:
         self._losses: Losses = []
         self._global = False
         self._norm: Any = None
+        self._zeros: Any = None
         self._skipped = False
         self._scheduler: Any = None
         self._scheduled_before = 0
@@ -93,7 +94,7 @@ class TrainingStep:
             self._somebody_asks = False
             if self._rank.admission_control.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a joining rank is admitted")
-        self._losses, self._norm, self._skipped = [], None, False
+        self._losses, self._norm, self._zeros, self._skipped = [], None, None, False
         self._voted, self._rejected = False, ""
         if self._trainer.idle:
             self._trainer.have_the_rest()
@@ -185,6 +186,7 @@ class TrainingStep:
 
         for name in ("get_grad_norm", "clip_grad_norm"):
             setattr(optimizer, name, self._remembered(getattr(optimizer, name)))
+        optimizer.count_zeros = self._counted(optimizer.count_zeros)
         optimizer.step, optimizer.step_with_ready_grads = step_or_skip, vote_and_apply
 
     def _remembered(self, norm: Any) -> Any:
@@ -195,6 +197,14 @@ class TrainingStep:
 
         return remembered
 
+    def _counted(self, count: Any) -> Any:
+        @functools.wraps(count)
+        def counted() -> Any:
+            self._zeros = count()
+            return self._zeros
+
+        return counted
+
     def _vote(self, apply: Any) -> Any:
         kinds = self._kinds_of_losses()
         mine = [self._sum(name, size) for name, size in kinds.items()] if self._is_replica_leader() else []
@@ -202,7 +212,7 @@ class TrainingStep:
         if mine:
             numbers[_LOSSES:] = torch.cat(mine)
         if self._trainer.first:
-            numbers[_NORM] = float(self._norm or 0.0)
+            numbers[_NORM], numbers[_ZEROS] = float(self._norm or 0.0), float(self._zeros or 0)
         if dist.get_rank() == 0 and self._rank.admission_control.is_requested():
             numbers[_SOMEBODY_ASKS] = 1
         if self._rejected:
@@ -280,7 +290,13 @@ class TrainingStep:
             self._schedule()
         losses = self._losses_of_all() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else {}
         norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
-        return losses, int(self._skipped), False, False, 0, norm, None, 0
+        return losses, int(self._skipped), False, False, 0, norm, self._zeros_of_all(), 0
+
+    def _zeros_of_all(self) -> float | None:
+        """Return the number of zeros that the vote summed, as Megatron logs it: in float32."""
+        if self._skipped or not self._args.log_num_zeros_in_grad:
+            return None
+        return float(self._loop.outcome[_ZEROS].float())
 
     def _schedule(self) -> None:
         args = self._args

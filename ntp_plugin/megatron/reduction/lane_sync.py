@@ -35,12 +35,13 @@ from ntp_plugin.megatron.layout import SHARED
 from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
 from ntp_plugin.megatron.reduction.core_groups import find_core_exchange
 from ntp_plugin.megatron.reduction.lane_groups import Made, wanted_groups
+from ntp_plugin.megatron.reduction.logged_numbers import norm_of, zeros_in
 from ntp_plugin.planning.lanes import plan_shared_lanes
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import StageUnits, Tensor
 from ntp_plugin.reduction.core_lanes import CoreExchange, CoreShards, CoreSums
 from ntp_plugin.reduction.gradient_lanes import GradientLane, GradientLanes, Slice, only, pack, unpack
-from ntp_plugin.reduction.sharded_optimizer import LaneShards
+from ntp_plugin.reduction.sharded_optimizer import LaneShard, LaneShards
 from ntp_plugin.resharding.cuts import WHOLE_UNITS, global_ranges, local_ranges
 
 _SUMMED_TOGETHER = 1 << 13
@@ -48,7 +49,7 @@ _SUMMED_TOGETHER = 1 << 13
 
 
 class LaneSync:
-    """Replaces DDP's constructor and the norm."""
+    """Replaces DDP's constructor, and what is computed from all gradients or parameters together."""
 
     def __init__(self, job: JobPlan) -> None:
         self._job, self._layout = job, job.layout
@@ -262,6 +263,41 @@ class LaneSync:
         norm = torch.tensor([found], dtype=torch.float64, device=self.device)
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.everybody)
         return float(norm)
+
+    def zeros(self, original: Any) -> Any:
+        """`count_zeros_fp32`."""
+
+        @functools.wraps(original)
+        def count(*args: Any, **kwargs: Any) -> int:
+            if not self._sharded:  # a replica counts its own, and all gradients are the same in all replicas
+                return int(original(*args, **kwargs))
+            return zeros_in(self._all_shards(), device=self.device, everybody=self.everybody)
+
+        return count
+
+    def parameters_norm(self, original: Any) -> Any:
+        """`calc_params_l2_norm`."""
+
+        @functools.wraps(original)
+        def norm(*_: Any, **__: Any) -> float:
+            return norm_of(self._counted_once(), device=self.device, everybody=self.everybody)
+
+        return norm
+
+    def _counted_once(self) -> Iterator[torch.Tensor]:
+        """Yield what this rank has of the model, in the optimizer's precision, so that all ranks together have each
+        element once."""
+        if self._sharded:
+            yield from (shard.parameter.detach()[: shard.own_elements] for shard in self._all_shards())
+            return
+        layout = self._layout
+        for name, tensor in self.tensors.items() if layout.slot.replica == layout.surviving.replicas[0] else ():
+            is_second = tensor.family == SHARED and layout.slot.stage
+            if not is_second and (tensor.family or layout.is_replica_leader):
+                yield getattr(self.parameters[name], "main_param", self.parameters[name]).detach()
+
+    def _all_shards(self) -> list[LaneShard]:
+        return [shard for lanes in self.shards for shard in lanes]
 
     def any_of_all(self, _: Any) -> Any:
         """`RerunStateMachine._reduce_any`."""

@@ -116,7 +116,7 @@ class Seen:
     gathered_ahead: int
     """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
     sent: dict[str, float]
-    """Bytes of gradients, by the collective that `training/` issued, as a ring sends them."""
+    """Bytes of gradients, by the collective that `reduction/` issued, as a ring sends them."""
     route: Any
     """As planned, in a degraded layout."""
     share: tuple[int, int]
@@ -268,7 +268,7 @@ class Looker:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._collectives[name] += 1
-            if sys._getframe(1).f_globals["__name__"].startswith("ntp_plugin.training."):
+            if sys._getframe(1).f_globals["__name__"].startswith("ntp_plugin.reduction."):
                 self._sent[name] += bytes_sent(name, *args, **kwargs)
             return original(*args, **kwargs)
 
