@@ -241,9 +241,10 @@ class TrainingPolicy(Policy):
         metavar="SLOTS",
     )
     dropout: str = key(
-        "framework",
-        help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost",
-        choices=("framework", "exact"),
+        "auto",
+        help="exact: masks that do not depend on the layout, from the start; framework: its own, while nobody is lost;"
+        " auto: exact masks if a dropout is above 0, apart from those that kernels of attention draw by themselves",
+        choices=("auto", "exact", "framework"),
     )
     watch_steps: int | None = key(
         None,

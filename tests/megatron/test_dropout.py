@@ -1,4 +1,4 @@
-"""With `--ntp-dropout exact` a degraded run drops what the uniform one drops.
+"""With exact masks, which are the default, a degraded run drops what the uniform one drops.
 
 The reference is one full-width replica of TP 4 with exact masks and without a loss. tests/unit/test_dropout.py shows
 that these masks are good.
@@ -74,10 +74,15 @@ def test_masks_of_the_slots_own_generator_are_another_training():
 def test_in_a_healthy_layout_the_frameworks_masks_stay():
     """The same bits with the plugin on and off."""
     off = Job(model=f"{MODELS[BASE]} {DROPS}", tp=2, dp=2)
-    assert worst(run(dataclasses.replace(off, enabled=True)), run(off)) == 0
+    assert worst(run(dataclasses.replace(off, enabled=True, more="--ntp-dropout framework")), run(off)) == 0
+
+
+def test_masks_are_exact_by_default():
+    job = Job(model=f"{MODELS[BASE]} {DROPS}", tp=2, dp=2, enabled=True)
+    assert worst(run(job), run(uniform(DROPOUT))) <= FLOAT64
 
 
 @pytest.mark.short
 def test_the_frameworks_masks_are_refused_in_a_degraded_one():
-    with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: --ntp-dropout exact"):
-        run(degraded(BASE, "TP2+TP1", more=DROPS))
+    with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: --ntp-dropout auto"):
+        run(degraded(BASE, "TP2+TP1", more=f"{DROPS} --ntp-dropout framework"))

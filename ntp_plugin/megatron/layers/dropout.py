@@ -1,10 +1,11 @@
-"""Dropout masks that do not depend on the layout (`training/dropout.py`): `--ntp-dropout exact`.
+"""Dropout masks that do not depend on the layout (`training/dropout.py`).
 
 Three things must be known when a mask is drawn.
 
 Which dropout it is. Once the model is built, the plugin goes through its modules: the dropout of an embedding, the one
 of an attention's weights, and everything that was built to be `get_bias_dropout_add` in a layer with a number. It
-refuses a dropout of any other kind, and two with one name. Megatron numbers layers over all stages.
+refuses a dropout of any other kind, and two with one name. Megatron numbers layers over all stages. TransformerEngine's
+attention is not changed: its kernels draw by themselves.
 
 Which heads and rows. A slot knows the query groups that it holds. Under sequence parallelism it has a part of the rows
 between the parallel layers, where all slots store the same number of rows, in order; otherwise it has all rows.
@@ -18,18 +19,23 @@ number is known, no mask is drawn, and an error says so.
 
 import collections
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.unsupported import attention_draws_by_itself
 from ntp_plugin.planning.units import ATTENTION, Family
 from ntp_plugin.training.dropout import dropout, row_keys, stream
+
+_LOG = logging.getLogger(__name__)
 
 type Firsts = Callable[[int], Sequence[int]]
 """The first sample of each of this replica's micro-batches in the global batch, given its nominal number of them."""
@@ -38,11 +44,19 @@ type Firsts = Callable[[int], Sequence[int]]
 class ExactDropout:
     """Replaces the dropouts, and tracks which samples they see."""
 
-    def __init__(self, layout: Layout, args: Any, firsts: Firsts) -> None:
-        self._args = args
+    def __init__(self, layout: Layout, args: Any, firsts: Firsts, *, strict: bool) -> None:
+        """`strict`: whether to raise for a dropout of an unknown kind, which else draws by itself as before."""
+        self._args, self._strict = args, strict
+        self._unknown = set[str]()
         self.stand_in(layout, firsts)
         self._first: int | None = None
         """The number of the first sample of the current micro-batch."""
+        if attention_draws_by_itself(args) and layout.rank == 0:
+            _LOG.warning(
+                "--attention-dropout %s: TransformerEngine's kernels draw these masks by themselves, so after a loss"
+                " they are others than without one. All other masks are exact (--ntp-dropout)",
+                args.attention_dropout,
+            )
 
     def stand_in(self, layout: Layout, firsts: Firsts) -> None:
         """Draw for this layout from now on."""
@@ -115,7 +129,7 @@ class ExactDropout:
         """Replace all dropouts of a model."""
         names: set[tuple[str, int]] = set()
         for chunk in chunks:
-            for where, module in chunk.named_modules():
+            for where, module in _not_in_kernels(chunk):
                 for name in self._take_over(module, where):
                     if name in names:
                         raise _unknown(f"{where} has the name {name} of another dropout")
@@ -133,10 +147,18 @@ class ExactDropout:
             elif isinstance(value, torch.nn.Dropout) and isinstance(module, LanguageModelEmbedding):
                 _have_drop(value, self.over_rows, which)
             elif value is get_bias_dropout_add or (isinstance(value, torch.nn.Dropout) and value.p):
-                raise _unknown(f"{where}.{attribute} is an unknown kind of dropout")
+                self._keep(f"{where}.{attribute} is an unknown kind of dropout")
+                continue
             else:
                 continue
             yield name
+
+    def _keep(self, what: str) -> None:
+        if self._strict:
+            raise _unknown(what)
+        if self._layout.rank == 0 and what not in self._unknown:
+            _LOG.warning("%s: its masks after a loss are others than without one (--ntp-dropout)", what)
+        self._unknown.add(what)
 
     def _bias_dropout_add(self, which: int, training: bool, fused: bool) -> Any:
         """`get_bias_dropout_add` of one layer."""
@@ -181,6 +203,16 @@ class ExactDropout:
         each = args.num_attention_heads // groups
         held = self._layout.held(Family(name=ATTENTION, units=groups))
         return torch.cat([torch.arange(start * each, stop * each, device=device) for start, stop in held])
+
+
+def _not_in_kernels(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules of a model without those inside of TransformerEngine's attention."""
+    inside: list[str] = []
+    for where, module in chunk.named_modules():
+        if te.HAVE_TE and isinstance(module, te.TEDotProductAttention):
+            inside.append(f"{where}.")
+        elif not where.startswith(tuple(inside)):
+            yield where, module
 
 
 def _have_drop(module: torch.nn.Dropout, over: Callable[[int, torch.Tensor, float], torch.Tensor], which: int) -> None:
