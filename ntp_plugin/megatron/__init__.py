@@ -5,8 +5,8 @@ it from your own training script, or start the script with it:
     ntp run --nproc-per-node 8 -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable ...      slots lost during training
 
 The adapter replaces some of Megatron's functions when Megatron has parsed its arguments, and only those that a degraded
-layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchanged. There is one exception, on request:
-`--ntp-dropout exact` replaces the dropouts from the start, since a later degraded run would draw other masks otherwise.
+layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchanged. There is one exception: dropouts are
+replaced from the start (`--ntp-dropout`), since a later degraded run would draw other masks otherwise.
 
     __main__.py         starts a script with the `--ntp-...` flags registered
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
@@ -33,10 +33,12 @@ layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchang
         buckets.py           Megatron's gradient buckets, reduced in lanes
         lane_sync.py         sums gradients lane by lane, with the exact scale and one norm for all ranks
         lane_optimizer.py    Megatron's optimizer on lane shards
+        logged_numbers.py    the zeros and norms that Megatron logs, over lane shards
         shards.py            what this rank's optimizer steps, as slices of tensors
     checkpoint/         checkpoints of a degraded layout, in Megatron's own format
         checkpoints.py       checkpoints of a degraded layout, equal to those of the nominal one
         lane_checkpoints.py  the distributed optimizer's checkpoint entries, from lane shards
+        background_writer.py writes the checkpoints of --async-save on a thread of the rank
     live/               a job under `ntp run` that loses ranks during training, and takes them back
 
 How it works. Megatron's arguments keep the nominal layout: TP degree, data-parallel size, padded vocabulary, global

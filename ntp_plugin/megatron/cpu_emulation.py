@@ -17,7 +17,6 @@ import contextlib
 import copy
 import functools
 import os
-import queue
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -71,6 +70,9 @@ def install(mode: str, words: Sequence[str] = ()) -> None:
         torch.set_default_dtype(torch.float64)
         apply_all(DOUBLE)
     apply_all(MEGATRON)
+    from ntp_plugin.megatron.checkpoint.background_writer import BY_A_THREAD  # noqa: PLC0415  (imports Megatron)
+
+    apply_all(BY_A_THREAD)
 
 
 # ---------------------------------------------------------------- answers
@@ -394,10 +396,5 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.core.dist_checkpointing.strategies.filesystem_async:_process_memory",
         why="writing a checkpoint logs it, and asks psutil, which the wheel does not bring",
         make=_answer(0),
-    ),
-    Replacement(
-        target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-        why="its queue starts a process that imports everything again; here one process writes",
-        make=_instead(lambda *_, **__: queue.Queue()),
     ),
 )

@@ -104,8 +104,6 @@ TABLE: tuple[Refusal, ...] = (
         why="has files of slots, and those of a degraded replica fit no other layout",
         way_out="--ckpt-format torch_dist",
     ),
-    _not_built("--async-save"),
-    _not_built("--ckpt-assume-constant-structure"),
     _not_built("--ckpt-convert-format"),
     _not_built("--load-main-params-from-ckpt"),
     _not_built("--non-persistent-ckpt-type"),
@@ -121,7 +119,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--ddp-average-in-collective"),
     _not_built("--use-precision-aware-optimizer"),
     _not_built("--optimizer-cpu-offload"),
-    _not_built("--log-num-zeros-in-grad"),
     _not_built("--check-weight-hash-across-dp-replicas-interval"),
     _not_built("--rampup-batch-size"),
     _not_built("--step-batch-size-schedule"),
@@ -199,12 +196,6 @@ TABLE: tuple[Refusal, ...] = (
         way_out="--accumulate-allreduce-grads-in-fp32",
     ),
     Refusal(
-        flag="--log-params-norm",
-        applies=lambda args: getattr(args, "log_params_norm", False) and getattr(args, "overlap_param_gather", False),
-        why="would log the norm of the step before: parameters are still on their way (--overlap-param-gather)",
-        way_out="leave one of the two out",
-    ),
-    Refusal(
         flag="--lazy-mpu-init",
         applies=_given("lazy_mpu_init"),
         why="says that every replica has the nominal width",
@@ -262,13 +253,13 @@ PLANNED: tuple[Refusal, ...] = (
 A live job gets a lost slot's units from the others, and not from a draw.
 """
 
+
+def attention_draws_by_itself(args: Any) -> bool:
+    """Whether a kernel of attention draws its own masks, which depend on the layout."""
+    return args.transformer_impl != "local" and _above("attention_dropout", 0)(args)
+
+
 EXACT_MASKS: tuple[Refusal, ...] = (
-    Refusal(
-        flag="--transformer-impl",
-        applies=lambda args: args.transformer_impl != "local",
-        why="has kernels that draw their masks by themselves",
-        way_out="--transformer-impl local",
-    ),
     _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
     Refusal(
         flag="--mtp-num-layers",
@@ -289,14 +280,26 @@ EXACT_MASKS: tuple[Refusal, ...] = (
         way_out="leave it out",
     ),
 )
-"""What exact masks do not support, in a healthy layout either."""
+"""What exact masks do not support, in a healthy layout either. `--ntp-dropout auto` draws none with these."""
+
+ALL_MASKS_EXACT: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--attention-dropout",
+        applies=attention_draws_by_itself,
+        why="is drawn inside of TransformerEngine's kernels, by their own generators",
+        way_out="--ntp-dropout auto (all other masks are exact), --attention-dropout 0, or --transformer-impl local",
+    ),
+)
+"""What `--ntp-dropout exact` refuses, and `auto` accepts."""
 
 _DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 
 def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
     """Whether the job has dropouts, and the plugin draws their masks."""
-    return policy.enabled and policy.dropout == "exact" and any(_above(name, 0)(args) for name in _DROPOUTS)
+    if not (policy.enabled and any(_above(name, 0)(args) for name in _DROPOUTS)):
+        return False
+    return policy.dropout == "exact" or (policy.dropout == "auto" and not list(_no_exact_masks(args)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,10 +314,7 @@ class UnsupportedOption:
         return f"{self.flag} {self.why}"
 
 
-LIVE: tuple[Refusal, ...] = (
-    _not_yet_live("--log-straggler", _given("log_straggler")),
-    _not_yet_live("--log-params-norm", _given("log_params_norm")),
-)
+LIVE: tuple[Refusal, ...] = (_not_yet_live("--log-straggler", _given("log_straggler")),)
 """What a degraded layout supports, but not yet in a job that degrades during training."""
 
 
@@ -327,7 +327,7 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
         found += [*_batch(policy), *_broken_groups(args, layout.topology.tp)]
     if draws_exact_masks(args, policy):
-        found += [*_applying(EXACT_MASKS, args), *_broken_groups(args, layout.topology.tp)]
+        found += _inexact_masks(args, policy)
     _refuse(found, cause)
 
 
@@ -340,7 +340,7 @@ def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOptio
     """The arguments that a job does not support once a slot is lost, each option once."""
     tp = args.tensor_model_parallel_size
     found = [*_applying((*TABLE, *LIVE), args), *_other_masks(args, policy)]
-    found += _applying(EXACT_MASKS, args) if draws_exact_masks(args, policy) else ()
+    found += _inexact_masks(args, policy) if draws_exact_masks(args, policy) else ()
     found += [*_broken_groups(args, tp), *_batch(policy)]
     if policy.min_tp_width > tp:
         found.append(
@@ -381,14 +381,24 @@ def _too_few_processes(args: Any, layout: Layout) -> Iterator[UnsupportedOption]
         )
 
 
+def _inexact_masks(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
+    yield from _no_exact_masks(args)
+    yield from _applying(ALL_MASKS_EXACT if policy.dropout == "exact" else (), args)
+
+
+def _no_exact_masks(args: Any) -> Iterator[UnsupportedOption]:
+    yield from _applying(EXACT_MASKS, args)
+    yield from _broken_groups(args, args.tensor_model_parallel_size)
+
+
 def _other_masks(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
     for name in _DROPOUTS:
-        if _above(name, 0)(args) and policy.dropout != "exact":
+        if _above(name, 0)(args) and policy.dropout != "exact" and not draws_exact_masks(args, policy):
             flag = "--" + name.replace("_", "-")
             yield UnsupportedOption(
                 flag=flag,
                 why=f"{getattr(args, name)} would draw other masks than with nobody lost",
-                fix=f"--ntp-dropout exact, here and in the run that this one continues; or {flag} 0",
+                fix=f"--ntp-dropout auto, here and in the run that this one continues; or {flag} 0",
             )
 
 

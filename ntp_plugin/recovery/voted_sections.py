@@ -61,6 +61,8 @@ class Loop:
         self._apply: Callable[[bool], Any] = _nothing
         self.inside = False
         """Whether a section is in flight."""
+        self.has_begun = False
+        """Whether this process has been in a section; a joining rank begins beside others that have been in some."""
         self._apart = joiner
         """Whether others may be past the work between here and the next section, as they are when a joining rank
         starts."""
@@ -92,7 +94,7 @@ class Loop:
             self._surroundings.begin_work()
             return work()
 
-        self.inside, self.in_step = True, is_step
+        self.inside, self.in_step, self.has_begun = True, is_step, True
         try:
             return self.driver.run_with_recovery(attempt)
         finally:

@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_in_any_phase_of_the_recovery_is_evicted(phase):
     faults = [kill(1, during="reduce", step=7), hang(3, during=phase, epoch=1)]
     with Ranks(4, play, faults=faults, thresholds=Thresholds(hung_s=HUNG_S)) as ranks:
         outcomes = ranks.wait()
-    assert outcomes.keys() == {0, 2}
+    assert outcomes.keys() == {0, 2}, ranks.verdicts
     assert ranks.verdicts[3].kind == "hung"
     assert_only_the_shares_differ(outcomes, ranks.rows, 4)
 

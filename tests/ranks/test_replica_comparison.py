@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 
 import pytest
 import torch
@@ -71,16 +72,15 @@ def played(spoilt, ranks, but=()):
 @pytest.mark.parametrize(("tp", "ranks"), [(1, 3), (2, 4)])
 @pytest.mark.parametrize("after", [5, STEPS - 1])
 def test_a_flipped_bit_in_a_job_of_60_steps_is_found(tp, ranks, after):
-    """The same holds before the last step: replicas are compared before the job ends."""
+    """The same holds before the last step: replicas are compared before the job ends. How often they are before depends
+    on how long a step takes."""
     outcomes = played(Spoilt(after=after, how="flip", tp=tp), ranks)
     for code, output, *_ in outcomes.values():
         assert code == 7, output
-        named = "weight (weight) in r1.s0.t0 is not what the other"
+        named = r"weight \(weight\) in r1\.s0\.t0 is not what the other"
         if tp == 2:
-            named = (
-                "weight of TP slot 1 (weight) differs between 2 replicas after step 60, in one of r0.s0.t1, r1.s0.t1"
-            )
-        assert named in output
+            named = r"of TP slot 1 \(weight\) differs between 2 replicas after step \d+, in one of r0.s0.t1, r1.s0.t1"
+        assert re.search(named, output), output
 
 
 def test_comparison_can_be_switched_off():

@@ -15,6 +15,7 @@ from ntp_plugin.megatron.unsupported import (
     EXACT_MASKS,
     LIVE,
     TABLE,
+    draws_exact_masks,
     refuse_live,
     refuse_what_does_not_work,
     unsupported_live,
@@ -93,6 +94,7 @@ def arguments(**changes):
     """Megatron's arguments, as far as the table checks them, for a supported job."""
     fine = {
         "transformer_impl": "local",
+        "tensor_model_parallel_size": 4,
         "use_cpu_initialization": True,
         "dataloader_type": None,
         "optimizer": "adam",
@@ -111,9 +113,10 @@ def arguments(**changes):
         {"hybrid_layer_pattern": "*--*"},
         {"optimizer": "sgd"},
         {"softmax_type": "off-by-one"},
-        {"log_params_norm": True},
+        {"log_params_norm": True, "overlap_param_gather": True, "log_num_zeros_in_grad": True},
         {"overlap_param_gather": True},
-        {"save": "/checkpoints", "load": "/checkpoints", "ckpt_format": "torch_dist"},
+        {"save": "/checkpoints", "load": "/checkpoints", "ckpt_format": "torch_dist", "async_save": True},
+        {"save": "/checkpoints", "ckpt_assume_constant_structure": True},
         {"ckpt_format": "torch", "use_distributed_optimizer": True},
         {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
     ],
@@ -135,10 +138,8 @@ def test_supported_settings_pass(changes):
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints", "ckpt_format": "torch"}, "--ckpt-format"),
-        ({"save": "/checkpoints", "async_save": True}, "--async-save"),
         ({"save": "/checkpoints", "non_persistent_save_interval": 10}, "--non-persistent-save-interval"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),
-        ({"ckpt_assume_constant_structure": True}, "--ckpt-assume-constant-structure"),
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format"),
         ({"load_main_params_from_ckpt": True}, "--load-main-params-from-ckpt"),
         ({"rampup_batch_size": [2, 2, 100]}, "--rampup-batch-size"),
@@ -156,7 +157,6 @@ def test_supported_settings_pass(changes):
         ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl"),
         ({"ddp_param_name_patterns_for_fp32_local_accumulation": ["norm"]}, "--ddp-param-name-patterns"),
         ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
-        ({"log_params_norm": True, "overlap_param_gather": True}, "--log-params-norm"),
         ({"lazy_mpu_init": True}, "--lazy-mpu-init"),
         ({"perform_initialization": False}, "--no-initialization"),
         ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, "--pipeline-model-parallel-layout"),
@@ -195,6 +195,7 @@ def test_several_unsupported_settings_are_refused_at_once_each_with_its_fix():
 
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
+AUTO = TrainingPolicy(enabled=True)
 
 
 def test_exact_masks_are_not_refused_degraded_or_healthy():
@@ -205,7 +206,7 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl"),
+        ({"attention_dropout": 0.1, "transformer_impl": "transformer_engine"}, "--attention-dropout"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -217,7 +218,8 @@ def test_inexact_masks_are_refused_before_a_loss(changes, flag):
     whole = layout(processes=8)
     with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
         refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), EXACT, whole)
-    refuse_what_does_not_work(arguments(**changes), EXACT, whole)
+    refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), AUTO, whole)
+    refuse_what_does_not_work(arguments(**{**changes, "attention_dropout": 0}), EXACT, whole)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_an_unimplemented_policy_is_refused(policy, message):
 
 
 def live_arguments(**changes):
-    return arguments(tensor_model_parallel_size=4, **changes)
+    return arguments(**changes)
 
 
 def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optimizer():
@@ -242,10 +244,32 @@ def test_a_usual_job_may_be_live_also_with_checkpoints_and_the_distributed_optim
     )
 
 
-def test_masks_of_a_live_job_are_exact_or_off():
-    refuse_live(live_arguments(hidden_dropout=0.1), EXACT)
-    with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Way out: --ntp-dropout exact"):
-        refuse_live(live_arguments(hidden_dropout=0.1), TrainingPolicy(enabled=True))
+FRAMEWORK = TrainingPolicy(enabled=True, dropout="framework")
+
+
+@pytest.mark.parametrize("policy", [EXACT, AUTO], ids=["exact", "auto"])
+def test_masks_of_a_live_job_are_exact(policy):
+    changes = live_arguments(hidden_dropout=0.1, attention_dropout=0.1)
+    refuse_live(changes, policy)
+    assert draws_exact_masks(changes, policy)
+
+
+def test_the_frameworks_masks_are_refused_in_a_live_job():
+    with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Way out: --ntp-dropout auto"):
+        refuse_live(live_arguments(hidden_dropout=0.1), FRAMEWORK)
+
+
+def test_masks_that_kernels_draw_are_refused_by_exact_and_accepted_by_auto():
+    changes = live_arguments(attention_dropout=0.1, transformer_impl="transformer_engine")
+    refuse_live(changes, AUTO)
+    with pytest.raises(Refused, match=r"--attention-dropout is drawn inside.*Way out: --ntp-dropout auto"):
+        refuse_live(changes, EXACT)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1, "mtp_num_layers": 1}])
+def test_auto_leaves_the_frameworks_masks_where_there_are_none_or_they_cannot_be_exact(changes):
+    assert not draws_exact_masks(arguments(**changes), AUTO)
+    refuse_what_does_not_work(arguments(**changes), AUTO, layout(processes=8))
 
 
 @pytest.mark.parametrize("refusal", LIVE, ids=lambda refusal: refusal.flag)

@@ -22,6 +22,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     trainer.py             a rank's part in a recovery: report, plan, resume
     next_plan.py           computes the next plan from what all ranks report
     step_replay.py         saves and restores what a section changes before its vote
+    unfinished_save.py     the checkpoint that is written beside the training, through losses
     samples.py             loaders that are built on demand, and again from another sample
     unsynced.py            `no_sync` that a loss can interrupt
     ranks.py               Megatron's lists of ranks, after its groups were edited

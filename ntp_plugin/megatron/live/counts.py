@@ -12,6 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from ntp_plugin.errors import Excluded
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.megatron.live.unfinished_save import SaveProgress
 from ntp_plugin.recovery.voted_sections import Loop
 
 _ARGUMENTS = (
@@ -31,9 +32,10 @@ class Counts:
     arguments: dict[str, Any]
     scheduled: int
     """Samples, as the learning-rate schedule counts them."""
+    save: SaveProgress
 
 
-def count(args: Any, model_rebuild: ModelRebuild, loop: Loop) -> Counts:
+def count(args: Any, model_rebuild: ModelRebuild, loop: Loop, save: SaveProgress) -> Counts:
     """Return the counts of this rank."""
     return Counts(
         in_step=loop.in_step,
@@ -42,6 +44,7 @@ def count(args: Any, model_rebuild: ModelRebuild, loop: Loop) -> Counts:
         kinds=loop.kinds,
         arguments={name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)},
         scheduled=model_rebuild.scheduler.num_steps,
+        save=save,
     )
 
 

@@ -19,6 +19,7 @@ _FOR_WHO_TRAINS = {
     "enable_one_logger": False,
     "log_progress": False,
     "save_retain_interval": None,
+    "async_save": False,
 }
 """Arguments of a job that an export would read in vain, or that would make it write where the job writes."""
 

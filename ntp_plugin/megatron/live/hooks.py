@@ -6,12 +6,12 @@ and removes it when all slots are back.
 
 import functools
 import inspect
-import queue
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode
 
+from ntp_plugin.megatron.checkpoint.background_writer import BY_A_THREAD
 from ntp_plugin.megatron.live.model_rebuild import set_forward_waits
 from ntp_plugin.megatron.live.unsynced import no_sync
 from ntp_plugin.patching import Replacement
@@ -25,14 +25,7 @@ _TRAINING = "megatron.training.training"
 
 def table(job: "MegatronJob") -> tuple[Replacement, ...]:
     """Return the hooks of a live job."""
-    return (*_what_is_built(job), *_sections(job), *_between(job.loop), _WRITES_BY_ITSELF)
-
-
-_WRITES_BY_ITSELF = Replacement(
-    target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-    why="its queue starts a process that stays behind when this rank is killed",
-    make=lambda _: lambda *_, **__: queue.Queue(),
-)
+    return (*_what_is_built(job), *_sections(job), *_saves(job), *_between(job), *BY_A_THREAD)
 
 
 def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
@@ -80,17 +73,12 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
         Replacement(
             target=f"{_TRAINING}:train",
             why="sections begin here, and ranks join before it asks how many iterations are done",
-            make=lambda original: _first(job.begin_sections, _then(original, job.end_sections)),
+            make=lambda original: _first(job.begin_sections, _then(job.saves.loop(original), job.end_sections)),
         ),
         Replacement(
             target=f"{_TRAINING}:train_step",
             why="a step that a loss interrupts is taken again",
             make=job.step.section,
-        ),
-        Replacement(
-            target=f"{_TRAINING}:save_checkpoint_and_time",
-            why="the same, after a comparison of replicas; Megatron caches how groups share the writing",
-            make=lambda original: _voted(job, _by_groups_of_now(job, original), before=_compared(job, original)),
         ),
         Replacement(
             target="megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
@@ -108,18 +96,36 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
                 why="before they go on, ranks must know whether all have ended it",
                 make=lambda original: _voted(job, original),
             )
-            for name in ("evaluate_and_print_results", *_decisions(job.args))
+            for name in ("evaluate_and_print_results",)
         ),
     )
 
 
-def _decisions(args: Any) -> tuple[str, ...]:
-    """Return the function in which Megatron asks all ranks after each step whether to go on, if it does."""
-    asks = args.exit_duration_in_mins or args.exit_signal_handler
-    return ("checkpoint_and_decide_exit",) if asks else ()
+def _saves(job: "MegatronJob") -> tuple[Replacement, ...]:
+    asks = job.args.exit_duration_in_mins or job.args.exit_signal_handler
+    return (
+        Replacement(
+            target=f"{_TRAINING}:save_checkpoint_and_time",
+            why="a section, after a comparison of replicas; Megatron caches how groups share the writing",
+            make=lambda original: _voted(
+                job, job.saves.scheduling(_by_groups_of_now(job, original)), before=_compared(job, original)
+            ),
+        ),
+        Replacement(
+            target=f"{_TRAINING}:maybe_finalize_async_save",
+            why="it asks all ranks whether they have written their parts of a checkpoint, and a loss makes that void",
+            make=job.saves.finalize,
+        ),
+        Replacement(
+            target=f"{_TRAINING}:checkpoint_and_decide_exit",
+            why="a void checkpoint is saved again; with some flags it asks all ranks whether to go on",
+            make=lambda original: job.saves.decide(_voted(job, original) if asks else original),
+        ),
+    )
 
 
-def _between(loop: Loop) -> tuple[Replacement, ...]:
+def _between(job: "MegatronJob") -> tuple[Replacement, ...]:
+    loop = job.loop
     return (
         Replacement(
             target="torch.distributed:barrier",
@@ -133,6 +139,11 @@ def _between(loop: Loop) -> tuple[Replacement, ...]:
                 make=lambda original: _left_out(loop, original),
             )
             for name in ("log", "write")
+        ),
+        Replacement(
+            target=f"{_TRAINING}:calc_params_l2_norm",
+            why="a loss may keep some ranks from it; the log of that step leaves it out",
+            make=lambda original: _left_out(job.loop, _by_those_who_train(job, original)),
         ),
         Replacement(
             target=f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
@@ -192,8 +203,13 @@ def _voted(job: "MegatronJob", original: Any, *, before: Any = lambda *_, **__: 
 
         def work() -> Any:
             result = once()
-            loop.vote(lambda _: results.append(bool(loop.outcome[0])), torch.tensor([float(bool(result))]))
+            loop.vote(heard, torch.tensor([float(bool(result)), float(job.saves.scheduled())]))
             return results[-1]
+
+        def heard(_: bool) -> None:
+            result, scheduled = (bool(number) for number in loop.outcome.tolist())
+            results.append(result)
+            job.saves.heard(scheduled)
 
         # A checkpoint before an exit belongs to the section that decides on the exit, whose vote is for both.
         return once() if loop.inside else loop.section(work, lambda: results[-1])
@@ -255,6 +271,19 @@ def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
         return original(*args, **kwargs)
 
     return save
+
+
+def _by_those_who_train(job: "MegatronJob", original: Any) -> Any:
+    """`calc_params_l2_norm`, of the current layout."""
+
+    @functools.wraps(original)
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        if job.trainer.idle:
+            return None
+        sync = job.trainer.state.sync
+        return (sync.parameters_norm(original) if sync else original)(*args, **kwargs)
+
+    return norm
 
 
 def _left_out(loop: Loop, original: Any, instead: Any = lambda *_, **__: None) -> Any:

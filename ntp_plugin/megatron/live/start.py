@@ -25,6 +25,7 @@ from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
+from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_sync import named
 from ntp_plugin.megatron.unsupported import draws_exact_masks
 from ntp_plugin.patching import apply_all
@@ -50,6 +51,7 @@ class MegatronJob:
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         self.rank = ElasticRank(place, backend=args.distributed_backend, timeout=timeout)
         self.args, self.topology, self._policy = args, topology, policy
+        args.async_strategy = "mcore"  # a thread of this rank writes, and no process of NVRx
         settings = fingerprints.settings(args, policy)  # before Megatron counts in the arguments
         # An export must not write into the events file of the run that made its copies.
         record = (policy.events or place.events) if place.export is None else None
@@ -87,6 +89,7 @@ class MegatronJob:
             ),
             event_writer=self.event_writer,
         )
+        self.saves = self.trainer.saves = UnfinishedSave(self)
         self._alone = Alone()
         if place.joining:
             args.load = args.pretrained_checkpoint = None  # the other ranks send it everything
@@ -99,7 +102,9 @@ class MegatronJob:
         apply_all(hooks.table(self))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
-            self.model_rebuild.masks = ExactDropout(layout, args, nominal_firsts(layout, args))
+            self.model_rebuild.masks = ExactDropout(
+                layout, args, nominal_firsts(layout, args), strict=policy.dropout == "exact"
+            )
             apply_all(of_masks(self.model_rebuild.masks))
 
     @property

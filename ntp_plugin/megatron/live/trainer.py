@@ -31,6 +31,7 @@ from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.te_caches import forget_group_sizes
 from ntp_plugin.megatron.live.trained_parameters import Trainees
+from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync, named
 from ntp_plugin.membership.agreement import Agreed
@@ -86,6 +87,7 @@ class MegatronTrainer:
         """The copies, if this job makes them."""
         self.how_far: LoopProgress
         """Goes with the copies."""
+        self.saves: UnfinishedSave
         self._held_once = topology.dp == 1
         self._put_together = False
         """Whether restoring state from copies has begun and not ended."""
@@ -305,9 +307,12 @@ class MegatronTrainer:
     def _share_counts(self) -> None:
         """Send the counts of the job to joining ranks."""
         gathered: list[Counts | None] = [None] * len(self._groups.members)
-        dist.all_gather_object(gathered, None if self._joiner else count(self._args, self._model_rebuild, self._loop))
+        mine = count(self._args, self._model_rebuild, self._loop, self.saves.progress)
+        dist.all_gather_object(gathered, None if self._joiner else mine)
         if self._joiner:
-            adopt(next(counts for counts in gathered if counts), self._args, self._model_rebuild, self._loop)
+            of_a_member = next(counts for counts in gathered if counts)
+            adopt(of_a_member, self._args, self._model_rebuild, self._loop)
+            self.saves.progress = of_a_member.save
             if self.copies is not None:
                 self.copies.steps = self.copies.state_of = self._args.iteration
 

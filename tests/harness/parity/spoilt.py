@@ -440,3 +440,33 @@ def _ends_in_another_step(no_sync: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 def _put(owner: Any, name: str, spoilt: object) -> None:
     setattr(owner, name, spoilt)
+
+
+def writers_wait() -> None:
+    """Have the threads that write a checkpoint wait until two more steps are over, the last one is near, or a rank is
+    lost or admitted."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: PLC0415
+    from megatron.training import get_args  # noqa: PLC0415
+
+    from ntp_plugin.megatron.live import start  # noqa: PLC0415
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        steps, begun, live = get_args(), get_args().curr_iteration, start.Jobs.now
+        epoch = live.rank.groups.epoch if live else 0
+        while steps.curr_iteration < min(begun + 2, steps.train_iters - 2):
+            if live and live.rank.groups.epoch != epoch:
+                break
+            time.sleep(0.01)
+        return write(*args, **kwargs)
+
+    setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_late))  # noqa: B010
+
+
+def writers_wait_and_share() -> None:
+    """The same, and they write the tensors that the training goes on to change."""
+    from ntp_plugin.megatron.checkpoint import background_writer  # noqa: PLC0415
+
+    writers_wait()
+    background_writer._own_copies = lambda _, staged: staged
