@@ -469,4 +469,4 @@ def writers_wait_and_share() -> None:
     from ntp_plugin.megatron.checkpoint import background_writer  # noqa: PLC0415
 
     writers_wait()
-    background_writer._own_copies = lambda _, staged: staged
+    _put(background_writer, "_own_copies", lambda _, staged: staged)
