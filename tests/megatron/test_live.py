@@ -116,6 +116,15 @@ def test_a_replica_that_is_too_narrow_is_idle_until_a_rank_rejoins():
     assert_every_sample_once(rows)
 
 
+def test_an_idle_rank_is_compared_without_parameters_that_arrive_late():
+    """Before a comparison ranks wait for the parameters of the last step, and an idle rank gets none."""
+    more = f"{OVERLAP} --ntp-min-tp-width 2 --ntp-watch-steps 1"
+    lived, rows = live(job(more=more), faults=[kill(3, during="backward", step=5)])
+    assert widths(lived) == {0: 2, 1: 2, 2: 1}
+    assert_same_training(lived)
+    assert_every_sample_once(rows)
+
+
 @KINDS
 @pytest.mark.parametrize("second", [8, 12])
 def test_a_joining_rank_is_idle_until_its_replica_is_wide_enough(second, kind):

@@ -339,7 +339,8 @@ class MegatronTrainer:
     def replicated_state(self) -> ReplicatedState:
         """Yield what all replicas have, including what is on its way; all members call this."""
         self.have_the_rest()
-        self.state.wait_for_weights()
+        if not self.idle:  # an idle rank still has the buckets of the layout before, and those who train do not
+            self.state.wait_for_weights()
         yield from self.state.replicated_state(self.layout_now)
 
     def among_those_who_train[Result](self, work: Callable[[], Result]) -> Result | None:
