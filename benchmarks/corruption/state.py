@@ -163,7 +163,7 @@ class Job:
         self._parity_hosts = (
             PARITY_HOSTS if parities else {slot: (parity_host, ()) for slot, parity_host in enumerate(FAR_HOLDERS)}
         )
-        self._folder = tempfile.TemporaryDirectory(prefix="ntp-corruption-", dir=shared_memory())
+        self._folder = tempfile.TemporaryDirectory(prefix="corruption-of-copies-", dir=shared_memory())
         self.trouble: list[str] = []
         """All reported trouble."""
         self.layout = dealt(range(len(HOSTS)), chance, evenly=True)

@@ -115,6 +115,22 @@ def test_folders_of_another_job_are_no_leavings_of_this_one(tmp_path):
     leavings.remove([made])
 
 
+def test_a_folder_of_another_program_is_not_kept_to_be_removed_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(leavings, "files_there", lambda: frozenset({tmp_path}))
+    found = leavings.look(
+        ("NTP_NO_SUCH_MARK", "x"),
+        supervisor=1,
+        before=(),
+        temporary=tmp_path,
+        limit_s=0.0,
+        was_killed=True,
+        ended_well=False,
+        wait=time.sleep,
+    )
+    assert not found.kept
+    assert not found.files
+
+
 def test_a_planted_exit_code_is_wrong(tmp_path):
     found = campaign(tmp_path, "code", "kill")
     assert any("ended with code 7" in one.wrong for one in found.judged)

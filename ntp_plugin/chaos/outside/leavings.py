@@ -68,10 +68,13 @@ def look(
     processes.kill_all(left)
     kept, files = list[Path](), list[Path]([] if was_killed else sorted(temporary.glob(f"{_OURS}*")))
     for path in sorted(files_there().difference(before)):
-        if owner(path) not in (None, supervisor):
+        made_by = owner(path)
+        if made_by not in (None, supervisor):
             continue
-        may_stay = was_killed or (path.name.startswith(COPIES) and not ended_well)
-        (kept if may_stay else files).append(path)
+        if not (was_killed or (path.name.startswith(COPIES) and not ended_well)):
+            files.append(path)
+        elif made_by == supervisor:  # what is nobody's may be another program's, and what is kept is removed later
+            kept.append(path)
     return Leavings(ended_at=ended_at, processes=words, files=tuple(map(str, files)), kept=tuple(kept))
 
 
