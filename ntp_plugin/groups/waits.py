@@ -152,7 +152,7 @@ class InterruptibleWaits:
         _, manner = known
         try:
             if not manner.sliced:
-                return self.beside(functools.partial(self._wait_whole, work))
+                return self.beside(functools.partial(self._wait_whole, work, manner.limit_s))
             with self._collective_wait:
                 ended = self._wait_sliced(work, manner.limit_s)
         except RuntimeError as error:
@@ -162,10 +162,12 @@ class InterruptibleWaits:
         self._works.pop(id(work), None)
         return ended
 
-    def _wait_whole(self, work: Work) -> bool:
+    def _wait_whole(self, work: Work, limit_s: float) -> bool:
+        """Wait up to the group's own limit. Without one a send or receive takes that of the connection, which is the
+        short limit of the last edit."""
         assert self._original is not None, "waits are attached"
         try:
-            return self._original(work)
+            return self._original(work, timedelta(seconds=limit_s))
         finally:
             self._works.pop(id(work), None)
 

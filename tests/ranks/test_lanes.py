@@ -1,5 +1,7 @@
 """Groups that live for one epoch: they connect, sum, and leave nothing behind."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -41,3 +43,28 @@ def test_lanes_reduce_among_their_slots_and_leave_nothing_behind():
         assert sums == [value if here else None for value, here in zip(expected, members, strict=True)]
         assert ranks == [list(slots) if here else None for slots, here in zip(LANES, members, strict=True)]
         assert len(set(seen[WARM_UP:])) == 1, f"threads and descriptors of slot {slot} changed: {seen}"
+
+
+CONNECT_S = 0.5
+
+
+def receive_late(rank):
+    """Return what this rank received in a lane, later than the lane's members had time to connect."""
+    elastic = ElasticRank(rank.place)
+    (lane,) = elastic.groups.make_lanes([(1, 0)], timeout_s=CONNECT_S)  # no group of the world
+    value, peer = torch.full((4,), float(rank.slot)), 1 - rank.slot
+    if rank.slot:
+        time.sleep(3 * CONNECT_S)  # a stage that computes
+        dist.send(value, peer, group=lane)
+        dist.recv(value, peer, group=lane)
+    else:
+        dist.recv(value, peer, group=lane)
+        dist.send(value, peer, group=lane)
+    elastic.groups.detach()
+    return value.tolist()
+
+
+def test_a_receive_may_wait_longer_than_the_members_of_a_group_had_to_connect():
+    """Gloo gives the connections of an edited group the time limit of the edit."""
+    with Ranks(2, receive_late) as running:
+        assert running.wait() == {0: [1.0] * 4, 1: [1.0] * 4}
