@@ -106,6 +106,13 @@ def test_a_live_job_logs_them_through_a_loss_and_a_return(tmp_path, expected, op
     assert_same_numbers(found, expected, left_out={4, 5}, norms_of=norms_of)
 
 
+def test_a_norm_may_be_a_tensor_as_transformer_engines_kernels_give_it():
+    """A rank that a loss keeps from the rest of its step logs the norm that it remembers."""
+    job = Job(model=MODELS[BASE], tp=1, dp=2, pp=2, enabled=True, spoil="norms_are_tensors")
+    lived, _ = live(job, faults=[kill(1, during="applied", step=5)])
+    assert len(lived) == 3
+
+
 def test_a_rank_that_is_idle_and_writes_the_log_has_the_number_of_zeros(tmp_path, expected):
     job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more="--ntp-min-tp-width 2")
     found = logged_by(job, tmp_path, live, faults=[kill(2, during="backward", step=5)])

@@ -289,14 +289,10 @@ class TrainingStep:
         if not (self._skipped or behind) and self._scheduler.num_steps == self._scheduled_before:
             self._schedule()
         losses = self._losses_of_all() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else {}
-        norm = float(self._loop.outcome[_NORM]) if self._norm is None else self._norm
-        return losses, int(self._skipped), False, False, 0, norm, self._zeros_of_all(), 0
-
-    def _zeros_of_all(self) -> float | None:
-        """Return the number of zeros that the vote summed, as Megatron logs it: in float32."""
-        if self._skipped or not self._args.log_num_zeros_in_grad:
-            return None
-        return float(self._loop.outcome[_ZEROS].float())
+        norm = self._loop.outcome[_NORM] if self._norm is None else self._norm
+        counts = not self._skipped and self._args.log_num_zeros_in_grad
+        zeros = _as_logged(self._loop.outcome[_ZEROS]) if counts else None
+        return losses, int(self._skipped), False, False, 0, _as_logged(norm), zeros, 0
 
     def _schedule(self) -> None:
         args = self._args
@@ -330,3 +326,8 @@ class TrainingStep:
 
 def _nothing() -> None:
     """Apply nothing, in a skipped step."""
+
+
+def _as_logged(number: Any) -> float:
+    """Return a number as Megatron logs it: in float32. Some kernels give a norm as a tensor with one number."""
+    return float(torch.as_tensor(number).float())

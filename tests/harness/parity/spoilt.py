@@ -470,3 +470,14 @@ def writers_wait_and_share() -> None:
 
     writers_wait()
     _put(background_writer, "_own_copies", lambda _, staged: staged)
+
+
+def norms_are_tensors() -> None:
+    """Have the norm of gradients be a tensor with one number, as with the kernels of TransformerEngine."""
+    result = TrainingStep._step_result
+
+    def with_tensor(step: Any) -> Any:
+        step._norm = None if step._norm is None else torch.tensor([float(step._norm)])
+        return result(step)
+
+    _put(TrainingStep, "_step_result", with_tensor)
