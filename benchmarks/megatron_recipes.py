@@ -2,6 +2,7 @@
 
     MEGATRON_LM=path python -m benchmarks.megatron_recipes          all accepted recipes: some hours
     MEGATRON_LM=path ROWS=name,... python -m benchmarks.megatron_recipes    some of them, by parts of their names
+    MEGATRON_LM=path ROWS=finished python -m benchmarks.megatron_recipes    those that have run: none is started
 
 `path` is a checkout of NVIDIA/Megatron-LM near core 0.19. Its recipes are the model_config.yaml files of its functional
 tests that train a GPT. A recipe that the plugin does not accept as it is (`ntp_plugin.megatron.check`) is not run, and
@@ -44,6 +45,7 @@ SCRIPT = "recipes/megatron/pretrain_gpt.py"
 KINDS = ("gpt", "gpt-nemo")
 BOUND = 1e-12
 STEPS = 60
+FINISHED = "finished"
 MOST_RANKS = 8
 """A job of more ranks takes this machine too long."""
 FAULT_POINTS = ("forward", "backward", "reduce", "vote", "apply", "applied")
@@ -182,13 +184,14 @@ def main() -> int:
         total, accepted = total + 1, accepted + (not unsupported)
         command = tuple(words(scaled(flags)))
         ranks = 2 * _number(flags, "--tensor-model-parallel-size") * _number(flags, "--pipeline-model-parallel-size")
-        wanted = not only or any(part in name for part in only.split(","))
+        done = sittings.find(recipe=name)
+        wanted = done is not None if only == FINISHED else not only or any(part in name for part in only.split(","))
         if unsupported or not wanted:
             continue
         if ranks > MOST_RANKS or _OF_ANOTHER_SCRIPT & flags.keys() or ran.setdefault(command, name) != name:
             not_run.append(name)
             continue
-        row = sittings.find(recipe=name)
+        row = done
         if row is None:
             row = run(name, campaign_of(name, command, flags), flags)
             sittings.add(row)
