@@ -28,7 +28,7 @@ print(json.dumps({
     "of a script": flags("--ntp-enable", "--my-own-flag", "7"),
     "off": flags("--num-experts", "8"),
     "several": flags("--num-experts", "8", "--fp16", "--tensor-model-parallel-size", "3", "--ntp-enable"),
-    "masks": flags("--hidden-dropout", "0.1", "--ntp-enable"),
+    "masks": flags("--hidden-dropout", "0.1", "--ntp-enable", "--ntp-dropout", "framework"),
     "fix": experts.fix,
     "refused": refused,
 }))
