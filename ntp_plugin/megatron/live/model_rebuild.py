@@ -118,6 +118,8 @@ class ModelRebuild:
         """Turn the existing optimizer object into what Megatron builds for the current parameters."""
         assert self._build_optimizer is not None, "an optimizer has been built"
         self.optimizer.chained_optimizers.clear()  # frees the old state first, which may be as large as the new
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+            vars(parameter).pop("main_param", None)  # Megatron's reference from a bf16 parameter to its float32 shard
         vars(self.optimizer).update(vars(self._build_optimizer()))
 
 
