@@ -73,7 +73,7 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
         Replacement(
             target=f"{_TRAINING}:train",
             why="sections begin here, and ranks join before it asks how many iterations are done",
-            make=lambda original: _first(job.begin_sections, _then(job.saves.loop(original), job.end_sections)),
+            make=lambda original: _first(job.begin_sections, _then(job.saves.remembering(original), job.end_sections)),
         ),
         Replacement(
             target=f"{_TRAINING}:train_step",
@@ -90,13 +90,10 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
             why="with --overlap-param-gather it gathers the last parameters, before evaluations and at the end",
             make=lambda original: _gathered(job, original),
         ),
-        *(
-            Replacement(
-                target=f"{_TRAINING}:{name}",
-                why="before they go on, ranks must know whether all have ended it",
-                make=lambda original: _voted(job, original),
-            )
-            for name in ("evaluate_and_print_results",)
+        Replacement(
+            target=f"{_TRAINING}:evaluate_and_print_results",
+            why="before they go on, ranks must know whether all have ended it",
+            make=lambda original: _voted(job, original),
         ),
     )
 

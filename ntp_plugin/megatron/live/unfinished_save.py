@@ -58,7 +58,7 @@ class UnfinishedSave:
 
     # ------------------------------------------------ what is scheduled
 
-    def loop(self, original: Any) -> Any:
+    def remembering(self, original: Any) -> Any:
         """`train`: remember what a save needs, for one that is taken when the loop is over."""
 
         @functools.wraps(original)
@@ -130,7 +130,12 @@ class UnfinishedSave:
     def _answered(self) -> None:
         void, unfinished = (bool(number) for number in self._job.loop.outcome.tolist())
         if void and dist.get_rank() == 0:
-            _LOG.warning("a rank was lost while a checkpoint was written; it is saved again")
+            _LOG.warning(
+                "ranks were lost or admitted while a checkpoint was written (epoch %s, now %d), so it is void; it is"
+                " saved again after this step",
+                self.progress.scheduled_in,
+                self._job.loop.voted_in,
+            )
         if void or not unfinished:
             self.progress = SaveProgress(again=void)
 
