@@ -13,9 +13,9 @@ Start with a missing slot: two replicas of TP 4, the second without one, so 7 pr
 You see Megatron's own log. With 8 processes and without the last two words the losses are the same, except for the
 last digits. A layout that does not work is refused before anything is built, with a fix.
 
-On GPUs leave NTP_CPU out; of tiny.args' last three lines keep `--transformer-impl local` and `--use-cpu-initialization`
-(nothing has run on GPUs yet). The data are mock (`--mock-data`), or tokens in a file (`--data-path PREFIX`;
-tokenize_text.py makes one of a text). Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
+On GPUs leave NTP_CPU and tiny.args' last three lines out; a job that starts with a missing slot needs
+`--use-cpu-initialization` (nothing has run on GPUs yet). The data are mock (`--mock-data`), or tokens in a file
+(`--data-path PREFIX`; tokenize_text.py makes one of a text). Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
 """
 
 import functools
