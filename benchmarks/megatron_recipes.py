@@ -204,6 +204,7 @@ def main() -> int:
         rows=rows,
         recipes=total,
         accepted=accepted,
+        ran=len(rows),
         not_run=not_run,
         in_the_way=dict(in_the_way.most_common()),
     )
