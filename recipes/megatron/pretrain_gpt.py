@@ -15,7 +15,8 @@ last digits. A layout that does not work is refused before anything is built, wi
 
 On GPUs leave NTP_CPU and tiny.args' last three lines out; a job that starts with a missing slot needs
 `--use-cpu-initialization` (nothing has run on GPUs yet). The data are mock (`--mock-data`), or tokens in a file
-(`--data-path PREFIX`; tokenize_text.py makes one of a text). Logs go where Megatron's own flags say: `--tensorboard-dir`, `--wandb-project`.
+(`--data-path PREFIX`; tokenize_text.py makes one of a text). Logs go where Megatron's own flags say:
+`--tensorboard-dir`, `--wandb-project`.
 """
 
 import functools

@@ -32,3 +32,22 @@ def test_the_sequence_is_cut_over_a_width_that_does_not_divide_it(tmp_path):
     code, output, found = verdict(tmp_path, "--", *words, *more)
     assert code == 0, output
     assert found["holds"]
+
+
+def test_masks_outside_of_attention_are_exact(tmp_path):
+    """Dropout of embeddings and layers, which is drawn by the plugin at any width."""
+    words = ["--standalone", "--nproc-per-node=4", str(RECIPES / "pretrain_gpt.py"), f"@{RECIPES / 'tiny-te.args'}"]
+    more = ["--train-iters=80", "--tensor-model-parallel-size=2", "--hidden-dropout=0.1", "--ntp-enable"]
+    code, output, found = verdict(tmp_path, "--", *words, *more)
+    assert code == 0, output
+    assert found["holds"]
+
+
+def test_attention_keeps_its_own_masks_and_the_job_goes_on(tmp_path):
+    """They depend on the width, so the losses differ from the reference run's, by what masks make of them."""
+    words = ["--standalone", "--nproc-per-node=4", str(RECIPES / "pretrain_gpt.py"), f"@{RECIPES / 'tiny-te.args'}"]
+    more = ["--train-iters=80", "--tensor-model-parallel-size=2", "--attention-dropout=0.1", "--ntp-enable"]
+    _, output, found = verdict(tmp_path, "--", *words, *more)
+    wrong = {check["what"] for check in found["checks"] if not check["holds"]}
+    assert wrong == {"losses agree with the reference run's", "weights agree with the reference run's"}, output
+    assert "draw these masks by themselves" in (tmp_path / "out" / "broken" / "log.txt").read_text()
