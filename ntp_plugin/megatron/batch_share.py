@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
@@ -58,7 +59,7 @@ class BatchShare:
         ):  # divided by the width, this is the number of rows that another stage sends
             kwargs["seq_length"] = SequenceRows(length=kwargs["seq_length"], width=self._job.layout.width).padded
         if count:
-            with self._of_their_size(kwargs, forward_only=forward_only):
+            with self._of_their_size(kwargs, forward_only=forward_only), self._as_if_of(num_microbatches, kwargs):
                 losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:
             losses = self._run_nothing(**kwargs)
@@ -77,6 +78,26 @@ class BatchShare:
             yield
         finally:
             args.micro_batch_size = nominal
+
+    @contextlib.contextmanager
+    def _as_if_of(self, nominal: int, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """In fp16, have each micro-batch weigh as much as it would in a full-width replica (`LaneSync.scale`).
+
+        Megatron divides a loss by the number of this replica's micro-batches. In fp16 the size of a gradient decides
+        whether it overflows, and a degraded replica would skip other steps than a full-width one.
+        """
+        if not self._sync.weighs_nominally:
+            yield
+            return
+        chunks = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+        config = get_model_config(chunks[0])
+        scale, factor = config.grad_scale_func, self._job.share.count / nominal
+        if scale is not None:
+            config.grad_scale_func = lambda loss: scale(loss * factor)
+        try:
+            yield
+        finally:
+            config.grad_scale_func = scale
 
     def _run_nothing(self, *, model: Any, **kwargs: Any) -> list[Any]:
         """Run a replica without micro-batches: it adds zeros, and joins every sum."""

@@ -1,8 +1,8 @@
 """The arguments of Megatron that a CPU cannot have, and what the emulation makes of them.
 
 A recipe for GPUs runs as it is under `NTP_CPU=1`: fusions that need a compiled kernel are switched off, communication
-goes over gloo, and attention is unfused. What is computed stays the same but for rounding. Changed arguments are
-printed in one line.
+goes over gloo, which has no average (DDP scales before it sums), and attention is unfused. What is computed stays the
+same but for rounding. Changed arguments are printed in one line.
 """
 
 import functools
@@ -21,6 +21,7 @@ ON_A_CPU: Mapping[str, Any] = {
     "no_persist_layer_norm": True,
     "cross_entropy_loss_fusion": False,
     "tp_comm_overlap": False,
+    "ddp_average_in_collective": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "enable_cuda_graph": False,

@@ -32,6 +32,8 @@ VARIABLE = "NTP_CPU"
 OFF, ON, FLOAT64 = "", "1", "float64"
 _CPU = torch.device("cpu")
 _GIB = 1 << 30
+_SINGLE = torch.float32
+"""What torch calls float32, before `DOUBLE` changes its name."""
 
 
 class _CpuPatches:
@@ -199,6 +201,18 @@ def _type_of_double(original: Any) -> Any:
     return type_
 
 
+def _with_single_scales(original: Any) -> Any:
+    """`_amp_foreach_non_finite_check_and_unscale_`, with scale and flag in the type that it accepts."""
+
+    @functools.wraps(original)
+    def check(gradients: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        found = found_inf.to(_SINGLE)
+        original(gradients, found, inv_scale.to(_SINGLE))
+        found_inf.copy_(found)
+
+    return check
+
+
 def _without(*names: str) -> Callable[[Any], Any]:
     """The function, ignoring some keyword arguments."""
 
@@ -345,10 +359,20 @@ DOUBLE: tuple[Replacement, ...] = (
         Replacement(target=f"torch:{name}", why="what Megatron calls float32 is a double", make=_instead(torch.float64))
         for name in ("float32", "float")
     ),
-    Replacement(
-        target="torch:Tensor.float", why="what Megatron calls float32 is a double", make=_instead(torch.Tensor.double)
+    *(
+        Replacement(target=f"torch:{name}", why="a loss scale works as it does in fp16", make=_instead(torch.float64))
+        for name in ("float16", "half")
+    ),
+    *(
+        Replacement(target=f"torch:Tensor.{name}", why="as the types of this name", make=_instead(torch.Tensor.double))
+        for name in ("float", "half")
     ),
     Replacement(target="torch:Tensor.type", why="the clipping accepts nothing but a FloatTensor", make=_type_of_double),
+    Replacement(
+        target="torch:_amp_foreach_non_finite_check_and_unscale_",
+        why="it accepts a loss scale in float32 alone, which loses nothing: it is a power of two",
+        make=_with_single_scales,
+    ),
 )
 
 MEGATRON: tuple[Replacement, ...] = (

@@ -95,7 +95,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--use-megatron-fsdp"),
     _not_built("--multi-latent-attention"),
     _not_built("--mtp-num-layers"),
-    _not_built("--fp16"),
     _not_built("--fp8-format", _given("fp8")),
     _not_built("--fp4-format", _given("fp4")),
     Refusal(
@@ -116,7 +115,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--qk-clip"),
     _not_built("--sft"),
     _not_built("--init-model-with-meta-device"),
-    _not_built("--ddp-average-in-collective"),
     _not_built("--use-precision-aware-optimizer"),
     _not_built("--optimizer-cpu-offload"),
     _not_built("--check-weight-hash-across-dp-replicas-interval"),

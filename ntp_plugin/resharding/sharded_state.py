@@ -91,7 +91,7 @@ class ShardedState:
             parameter.grad = None
             # While a graph of the interrupted step is alive, in a traceback say, autograd remembers the old shape with
             # the parameter, and forgets it only for another dtype.
-            parameter.data = torch.empty(0, dtype=torch.half if parameter.dtype != torch.half else torch.float)
+            parameter.data = torch.empty(0, dtype=torch.bfloat16 if parameter.dtype != torch.bfloat16 else torch.float)
         parameter.data = weights
 
     def _switch(self, name: str, version: int, entries: Entries, numbers: Mapping[str, object]) -> None:

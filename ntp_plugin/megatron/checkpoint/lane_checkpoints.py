@@ -84,11 +84,15 @@ class LaneCheckpoints:
             number: {kind: _as(by_parameter[id(parameter)], kind, values[kind][name]) for kind in values}
             for number, (name, parameter) in enumerate(self._sync.parameters.items())
         }
-        return {"optimizer": self._options(), "param_state": state, "param_state_sharding_type": FORMAT}
+        scaler = getattr(self._optimizer, "grad_scaler", None)
+        loss_scale = {"grad_scaler": scaler.state_dict()} if scaler is not None else {}
+        return {"optimizer": self._options(), **loss_scale, "param_state": state, "param_state_sharding_type": FORMAT}
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """`load_state_dict`, of what was read."""
         steps = self._set_options(state_dict["optimizer"]["param_groups"])
+        if "grad_scaler" in state_dict and getattr(self._optimizer, "grad_scaler", None) is not None:
+            self._optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         names = list(self._sync.parameters)
         for kind in self._all_kinds():
             tensors = {names[int(number)]: entry[kind] for number, entry in state_dict["param_state"].items()}

@@ -34,6 +34,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     counts.py              what a job counts outside of its model and optimizer, for joining ranks
     generators.py          saves and restores random number generators
     export.py              writes copies as a Megatron checkpoint (`ntp copies export`)
+    loss_scale.py          changes the loss scale of fp16 where a step is over
     logs.py                writes a recovery to Megatron's own logs
     fingerprints.py        what a rank's training depends on, compared across ranks
     fault_points.py        the points in a step and in a recovery where faults can be injected

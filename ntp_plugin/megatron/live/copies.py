@@ -17,6 +17,7 @@ import torch
 from ntp_plugin.copies.inventory import EXACT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live import generators
+from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.reduction.lane_sync import bare
 from ntp_plugin.recovery.job_copies import WhoTrains
@@ -56,14 +57,13 @@ class LoopProgress:
 
     def extras(self) -> dict[str, Any]:
         """Return the current progress."""
-        scaler = getattr(self._optimizer, "grad_scaler", None)
         return {
             "framework": FRAMEWORK,
             "consumed": self._args.consumed_train_samples,
             "validated": self._args.consumed_valid_samples,
             "operations": float(getattr(self._args, "num_floating_point_operations_so_far", 0)),
             "scheduled": self._model_rebuild.scheduler.num_steps,
-            "scaler": None if scaler is None else {key: float(value) for key, value in scaler.state_dict().items()},
+            "scaler": numbers_of(self._model_rebuild.optimizer),
             "random": {"slot": self._slot, **generators.states()},
         }
 
@@ -73,15 +73,7 @@ class LoopProgress:
         scheduler = self._model_rebuild.scheduler
         scheduler.num_steps = extras["scheduled"]
         scheduler.step(increment=0)  # which sets the optimizer to it
-        scaler = getattr(self._optimizer, "grad_scaler", None)
-        if scaler is not None and extras["scaler"] is not None:
-            device = scaler.scale.device
-            like = scaler.state_dict()
-            scaler_state = {
-                key: torch.tensor([value], device=device) if isinstance(like[key], torch.Tensor) else int(value)
-                for key, value in extras["scaler"].items()
-            }
-            scaler.load_state_dict(scaler_state)
+        set_numbers(self._model_rebuild.optimizer, extras["scaler"])
         if extras["random"]["slot"] == self._slot:
             generators.put_back(extras["random"])
 
@@ -91,11 +83,6 @@ class LoopProgress:
         args.iteration = args.curr_iteration = steps
         args.consumed_train_samples, args.consumed_valid_samples = extras["consumed"], extras["validated"]
         args.num_floating_point_operations_so_far = extras["operations"]
-
-    @property
-    def _optimizer(self) -> Any:
-        """Megatron's only optimizer."""
-        return self._model_rebuild.optimizer.chained_optimizers[0]
 
 
 def who_trains(layout: Layout) -> WhoTrains:
@@ -128,8 +115,7 @@ def _beside_it(model_rebuild: ModelRebuild) -> Iterator[str]:
         if any(getattr(optimizer, f"{kind}_from_float16_groups", ()) for kind in ("fp32", "shard_fp32")):
             yield "main weights"
         yield from optimizers.kept(optimizer.optimizer)
-        scaler = getattr(optimizer, "grad_scaler", None)
-        yield from (f"loss scale {name}" for name in (scaler.state_dict() if scaler is not None else ()))
+        yield from (f"loss scale {name}" for name in numbers_of(optimizer))
     yield from (f"schedule {name}" for name in model_rebuild.scheduler.state_dict())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from ntp_plugin.errors import Excluded
+from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.unfinished_save import SaveProgress
 from ntp_plugin.recovery.voted_sections import Loop
@@ -32,6 +33,7 @@ class Counts:
     arguments: dict[str, Any]
     scheduled: int
     """Samples, as the learning-rate schedule counts them."""
+    loss_scale: Mapping[str, float]
     save: SaveProgress
 
 
@@ -44,6 +46,7 @@ def count(args: Any, model_rebuild: ModelRebuild, loop: Loop, save: SaveProgress
         kinds=loop.kinds,
         arguments={name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)},
         scheduled=model_rebuild.scheduler.num_steps,
+        loss_scale=numbers_of(model_rebuild.optimizer),
         save=save,
     )
 
@@ -60,3 +63,4 @@ def adopt(counts: Counts, args: Any, model_rebuild: ModelRebuild, loop: Loop) ->
     get_rerun_state_machine().current_iteration = counts.iteration
     loop.done, loop.kinds = counts.sections, counts.kinds
     model_rebuild.scheduler.num_steps = counts.scheduled  # its settings of the optimizer came with the optimizer
+    set_numbers(model_rebuild.optimizer, counts.loss_scale)

@@ -86,6 +86,11 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda original: _rejected(job, original),
         ),
         Replacement(
+            target="megatron.core.optimizer.grad_scaler:DynamicGradScaler.update",
+            why="a loss may undo the step that it counts: the vote of the step changes the scale",
+            make=job.step.loss_scale.deferred,
+        ),
+        Replacement(
             target=f"{_TRAINING}:disable_forward_pre_hook",
             why="with --overlap-param-gather it gathers the last parameters, before evaluations and at the end",
             make=lambda original: _gathered(job, original),

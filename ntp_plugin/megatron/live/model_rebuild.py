@@ -24,6 +24,7 @@ from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
+from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.reduction.lane_sync import bare
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -117,10 +118,12 @@ class ModelRebuild:
     def build_optimizer_again(self) -> None:
         """Turn the existing optimizer object into what Megatron builds for the current parameters."""
         assert self._build_optimizer is not None, "an optimizer has been built"
+        loss_scale = numbers_of(self.optimizer)
         self.optimizer.chained_optimizers.clear()  # frees the old state first, which may be as large as the new
         for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
             vars(parameter).pop("main_param", None)  # Megatron's reference from a bf16 parameter to its float32 shard
         vars(self.optimizer).update(vars(self._build_optimizer()))
+        set_numbers(self.optimizer, loss_scale)
 
 
 def forward_waits(ddp: Any) -> bool:
@@ -228,5 +231,5 @@ def _as_changed(real: Any, built: Any, own: Any) -> Any:
 
 def _forget_hooks(parameter: torch.nn.Parameter) -> None:
     values = parameter.data
-    parameter.data = torch.empty(0, dtype=torch.half if values.dtype != torch.half else torch.float)
+    parameter.data = torch.empty(0, dtype=torch.bfloat16 if values.dtype != torch.bfloat16 else torch.float)
     parameter.data = values

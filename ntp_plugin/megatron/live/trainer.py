@@ -322,6 +322,11 @@ class MegatronTrainer:
         return self._groups.slot
 
     @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer of this rank."""
+        return self._model_rebuild.optimizer
+
+    @property
     def stage(self) -> int:
         """The stage of this rank, whoever is lost."""
         return self._topology.slot_of(self.slot_number).stage

@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import NotFinite, PeerLost
+from ntp_plugin.megatron.live.loss_scale import LossScale
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
@@ -27,7 +28,7 @@ from ntp_plugin.recovery.replica_comparison import ReplicaWatch
 from ntp_plugin.recovery.voted_sections import Loop
 from ntp_plugin.telemetry import Committed, EventWriter
 
-_SOMEBODY_ASKS, _NORM, _ZEROS, _REJECTED, _COPIES = range(5)
+_SOMEBODY_ASKS, _NORM, _ZEROS, _REJECTED, _SKIPPED, _OVERFLOWED, _COPIES = range(7)
 _LOSSES = _COPIES + WORDS
 """Positions in the vector that the vote sums; the last part has one number per value of the losses."""
 
@@ -66,6 +67,8 @@ class TrainingStep:
         self._norm: Any = None
         self._zeros: Any = None
         self._skipped = False
+        """Whether the optimizer leaves the weights as they are in this step."""
+        self.loss_scale = LossScale()
         self._scheduler: Any = None
         self._scheduled_before = 0
         self._voted = False
@@ -95,7 +98,7 @@ class TrainingStep:
             if self._rank.admission_control.open(mine=dist.get_rank() == 0):
                 raise PeerLost("a joining rank is admitted")
         self._losses, self._norm, self._zeros, self._skipped = [], None, None, False
-        self._voted, self._rejected = False, ""
+        self._voted, self._rejected, self.loss_scale.has_overflowed = False, "", False
         if self._trainer.idle:
             self._trainer.have_the_rest()
             self._vote(_nothing)
@@ -148,7 +151,8 @@ class TrainingStep:
             try:
                 if self._trainer.idle:
                     self._vote(_nothing)
-                    self._schedule()
+                    if not self._skipped:
+                        self._schedule()
                 else:
                     self._take()
                     self._trainer.state.wait_for_weights()
@@ -172,7 +176,7 @@ class TrainingStep:
 
         @functools.wraps(step)
         def step_or_skip() -> Any:
-            self._voted = False
+            self._voted = self._skipped = self.loss_scale.has_overflowed = False
             self._trainer.have_the_rest()
             result = step()
             if not self._voted:
@@ -213,6 +217,7 @@ class TrainingStep:
             numbers[_LOSSES:] = torch.cat(mine)
         if self._trainer.first:
             numbers[_NORM], numbers[_ZEROS] = float(self._norm or 0.0), float(self._zeros or 0)
+            numbers[_SKIPPED], numbers[_OVERFLOWED] = float(self._skipped), float(self.loss_scale.has_overflowed)
         if dist.get_rank() == 0 and self._rank.admission_control.is_requested():
             numbers[_SOMEBODY_ASKS] = 1
         if self._rejected:
@@ -232,8 +237,9 @@ class TrainingStep:
             assert self._kinds is not None, "the numbers were made from them"
             self._loop.kinds = self._kinds[1]
         copies = self._trainer.copies
+        self._skipped = bool(self._loop.outcome[_SKIPPED])  # an idle rank knows only now
         if copies is None:
-            return apply()
+            return self._changed(apply, self._loop.outcome)
         result = self._heard_again(apply, self._loop.outcome) if really else None
         copies.steps += 1  # not before: a loss during the update may repeat the step
         return result
@@ -253,7 +259,13 @@ class TrainingStep:
         copies, members = self._trainer.copies, dist.get_world_size()
         assert copies is not None, "only copies repeat steps"
         copies.heard([int(number) == members for number in outcome[_COPIES:_LOSSES]])
-        return copies.stepped(apply)
+        return copies.stepped(lambda: self._changed(apply, outcome))
+
+    def _changed(self, apply: Any, outcome: torch.Tensor) -> Any:
+        """Change the state by a step that is over."""
+        self._skipped = bool(outcome[_SKIPPED])
+        self.loss_scale.step_is_over(self._trainer.optimizer, overflowed=bool(outcome[_OVERFLOWED]))
+        return apply()
 
     # ------------------------------------------------ what is reported
 
@@ -289,10 +301,11 @@ class TrainingStep:
         if not (self._skipped or behind) and self._scheduler.num_steps == self._scheduled_before:
             self._schedule()
         losses = self._losses_of_all() if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else {}
+        overflowed = bool(self._loop.outcome[_OVERFLOWED])
         norm = self._loop.outcome[_NORM] if self._norm is None else self._norm
-        counts = not self._skipped and self._args.log_num_zeros_in_grad
+        counts = not overflowed and self._args.log_num_zeros_in_grad
         zeros = _as_logged(self._loop.outcome[_ZEROS]) if counts else None
-        return losses, int(self._skipped), False, False, 0, _as_logged(norm), zeros, 0
+        return losses, int(self._skipped), False, False, 0, None if overflowed else _as_logged(norm), zeros, 0
 
     def _schedule(self) -> None:
         args = self._args

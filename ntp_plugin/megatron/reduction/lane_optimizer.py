@@ -36,7 +36,7 @@ class LaneOptimizer:
             if not self._sync.shards:
                 return _known(original(config=config, param_groups=param_groups, **kwargs))
             plain = copy.copy(config)
-            plain.use_distributed_optimizer = plain.bf16 = False
+            plain.use_distributed_optimizer = plain.bf16 = False  # in fp16 it has a loss scale for its float32 shards
             groups = [{**group, "params": self._shards_of(group["params"])} for group in param_groups]
             kwargs["model_parallel_group"] = dist.group.WORLD
             optimizer = _known(original(config=plain, param_groups=groups, **kwargs))

@@ -9,8 +9,9 @@ Each pipeline stage has lanes of its own. Only a word embedding that is also the
 the last stage. Its rows go into lanes over both stages, late, when both have ended their backward.
 
 Scale. Without `calculate_per_token_loss` Megatron's gradient is the mean over micro-batches: a replica has divided its
-own by how many it ran, and its weight is its share of all micro-batches. With it, gradients are sums over tokens, to be
-divided by the number of tokens in the global batch.
+own by how many it ran, and its weight is its share of all micro-batches. In fp16 it has divided by how many a
+full-width replica runs (`batch_share.py`), and all replicas weigh the same. With `calculate_per_token_loss`, gradients
+are sums over tokens, to be divided by the number of tokens in the global batch.
 
 Norm. Each replica computes it from the same gradients, cut differently, so its last bits differ. All ranks take the
 largest of them, and so all clip by the same bits.
@@ -120,7 +121,15 @@ class LaneSync:
         """The weight of this replica's gradients in the sum."""
         if self._job.args.calculate_per_token_loss:
             return 1.0
+        if self.weighs_nominally:
+            return 1.0 / self._job.batch.replicas
         return self._job.share.count * self._job.share.size / (self._job.batch.total * self._job.batch.micro_batch)
+
+    @property
+    def weighs_nominally(self) -> bool:
+        """Whether a micro-batch weighs as much in this replica's gradients as in those of a full-width one."""
+        args = self._job.args
+        return bool(args.fp16) and not args.calculate_per_token_loss
 
     def held(self) -> dict[str, Spans]:
         """Return the units of every tensor that this slot holds, in storage order."""

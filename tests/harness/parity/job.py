@@ -20,6 +20,8 @@ from tests.harness.played_ranks import quietly
 
 RECIPES = Path(__file__).parents[3] / "recipes/megatron"
 STEPS = 20
+OVERFLOWS = (3, 4, 6)
+"""Steps whose gradients do not fit, if a test makes them infinite."""
 COLLECTIVES = (
     *("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "barrier"),
     "all_to_all_single",
@@ -103,7 +105,10 @@ class Seen:
     losses: list[float]
     """On ranks of the last stage."""
     norms: list[float]
+    """0 where the step was skipped."""
     rates: list[float]
+    scales: list[float]
+    """The loss scale after each step."""
     consumed: int
     drawn_from: str
     """A digest of all generators of random numbers, at the end."""
@@ -194,6 +199,7 @@ class Looker:
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
+        self._scales: list[float] = []
         self._collectives = dict.fromkeys(COLLECTIVES, 0)
         self._chunks: list[Any] = []
         self._optimizer: Any = None
@@ -221,8 +227,9 @@ class Looker:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = dict(zip(names, args, strict=False))
             self._losses += [float(loss) for name, loss in values["losses"].items() if name == "lm loss"]
-            self._norms.append(float(values["norm"]))
+            self._norms.append(float(values["norm"] or 0.0))
             self._rates.append(values["rate"])
+            self._scales.append(float(values["scale"]))
             return log(*args, **kwargs)
 
         return training_log
@@ -292,6 +299,7 @@ class Looker:
             losses=self._losses,
             norms=self._norms,
             rates=self._rates,
+            scales=self._scales,
             consumed=get_args().consumed_train_samples,
             drawn_from=_digest_of_generators(),
             parts={f"stage {stage}: {name}": part for name, part in self._parts(rank, width)},

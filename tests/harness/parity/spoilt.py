@@ -41,6 +41,7 @@ from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
 from ntp_plugin.resharding import rebuild, reshard
 from ntp_plugin.resharding.rebuild import WEIGHT, Entries
 from ntp_plugin.testing import harm
+from tests.harness.parity.job import OVERFLOWS
 
 
 def scale_by_replicas() -> None:
@@ -481,3 +482,29 @@ def norms_are_tensors() -> None:
         return result(step)
 
     _put(TrainingStep, "_step_result", with_tensor)
+
+
+def gradients_overflow() -> None:
+    """Have a gradient of each rank be infinite in some steps, in any layout."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: PLC0415
+    from megatron.training import get_args  # noqa: PLC0415
+
+    check = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+
+    def overflowing(optimizer: Any) -> Any:
+        args = get_args()
+        gradients = optimizer._collect_main_grad_data_for_unscaling()
+        if args.consumed_train_samples // args.global_batch_size + 1 in OVERFLOWS and gradients:
+            gradients[0].view(-1)[0] = torch.inf
+        return check(optimizer)
+
+    _put(MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", overflowing)
+
+
+def scale_changes_before_the_vote() -> None:
+    """The loss scale counts a step that a loss undoes."""
+    from ntp_plugin.megatron.live.loss_scale import LossScale  # noqa: PLC0415
+
+    gradients_overflow()
+    _put(LossScale, "deferred", lambda _, original: original)
+    _put(LossScale, "step_is_over", lambda *_, **__: None)
