@@ -12,6 +12,7 @@ replaced from the start (`--ntp-dropout`), since a later degraded run would draw
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
     recipe_check.py     which options of a command line a live job does not support
     unsupported.py      options that a degraded layout does not support, refused at start
+    switched_off.py     options that make a step faster, which a degraded layout leaves out
     layout.py           PURE: which slots are lost, which torch rank is which slot, what a slot holds
     groups.py           Megatron's process groups, without the lost ranks
     job.py              the recovery plan that all ranks compute and compare
@@ -21,6 +22,7 @@ replaced from the start (`--ntp-dropout`), since a later degraded run would draw
     hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
     cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
     cpu_arguments.py    what the emulation makes of arguments that a CPU cannot have
+    cpu_fused_gradients.py  apex's kernel for the gradients of weights, in torch
     te_emulation/       TransformerEngine's own Python modules on a CPU, with torch in the place of its kernels
 
     layers/             Megatron's layers in a degraded layout

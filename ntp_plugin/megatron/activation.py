@@ -19,6 +19,7 @@ from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu_emulation
 from ntp_plugin.megatron.layout import plan_start
+from ntp_plugin.megatron.switched_off import SwitchedOff
 from ntp_plugin.megatron.unsupported import draws_exact_masks, refuse_live, refuse_what_does_not_work
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.rank_context import RankContext
@@ -145,6 +146,7 @@ def _with_layout(original: Any) -> Any:
             rank=args.rank,
         )
         refuse_what_does_not_work(args, policy, layout)
+        SwitchedOff(args).for_layout(degraded=layout.degraded, reports=layout.rank == 0)
         args.world_size = layout.topology.size
         try:
             validated = original(args, *rest, **kwargs)

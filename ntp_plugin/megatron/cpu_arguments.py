@@ -37,6 +37,8 @@ def changed(arguments: Any) -> dict[str, Any]:
     backend = getattr(arguments, "attention_backend", None)
     if backend is not None and backend.name not in ("unfused", "local"):
         wanted["attention_backend"] = type(backend).unfused
+    if getattr(arguments, "defer_embedding_wgrad_compute", False):  # which needs the fusion
+        wanted.pop("gradient_accumulation_fusion", None)
     if getattr(arguments, "async_save", False) and getattr(arguments, "async_strategy", "mcore") != "mcore":
         wanted["async_strategy"] = "mcore"  # a thread writes: the process of another strategy needs a GPU
     return wanted

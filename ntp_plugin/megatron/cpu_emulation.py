@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.megatron import cpu_fused_gradients
 from ntp_plugin.megatron.cpu_arguments import with_cpu_arguments
 from ntp_plugin.megatron.te_emulation import importing
 from ntp_plugin.patching import Replacement, apply_all
@@ -66,12 +67,13 @@ def install(mode: str, words: Sequence[str] = ()) -> None:
     torch._dynamo.config.disable = True  # Megatron compiles its fusions while it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asserts it, for the order of GPU kernels
     apply_all(TORCH)
+    cpu_fused_gradients.install()
     if importing.is_wanted(words):
         importing.install()
     if mode == FLOAT64:
         torch.set_default_dtype(torch.float64)
         apply_all(DOUBLE)
-    apply_all(MEGATRON)
+    apply_all((*MEGATRON, *(DOUBLE_IN_MEGATRON if mode == FLOAT64 else ())))
     from ntp_plugin.megatron.checkpoint.background_writer import BY_A_THREAD  # noqa: PLC0415  (imports Megatron)
 
     apply_all(BY_A_THREAD)
@@ -199,6 +201,19 @@ def _type_of_double(original: Any) -> Any:
         return type_name.replace("DoubleTensor", "FloatTensor") if dtype is None else type_name
 
     return type_
+
+
+def _with_parameters_in_double(original: Any) -> Any:
+    """`validate_args`, which names the type of the parameters."""
+
+    @functools.wraps(original)
+    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        validated = original(args, *rest, **kwargs)
+        if args.params_dtype == torch.float16:
+            args.params_dtype = torch.float64
+        return validated
+
+    return validate
 
 
 def _with_single_scales(original: Any) -> Any:
@@ -359,19 +374,27 @@ DOUBLE: tuple[Replacement, ...] = (
         Replacement(target=f"torch:{name}", why="what Megatron calls float32 is a double", make=_instead(torch.float64))
         for name in ("float32", "float")
     ),
-    *(
-        Replacement(target=f"torch:{name}", why="a loss scale works as it does in fp16", make=_instead(torch.float64))
-        for name in ("float16", "half")
+    Replacement(
+        target="torch:Tensor.float", why="what Megatron calls float32 is a double", make=_instead(torch.Tensor.double)
     ),
-    *(
-        Replacement(target=f"torch:Tensor.{name}", why="as the types of this name", make=_instead(torch.Tensor.double))
-        for name in ("float", "half")
+    Replacement(
+        target="torch:Tensor.half",
+        why="a model of --fp16 is calculated in doubles, under the loss scale that it would have",
+        make=_instead(torch.Tensor.double),
     ),
     Replacement(target="torch:Tensor.type", why="the clipping accepts nothing but a FloatTensor", make=_type_of_double),
     Replacement(
         target="torch:_amp_foreach_non_finite_check_and_unscale_",
         why="it accepts a loss scale in float32 alone, which loses nothing: it is a power of two",
         make=_with_single_scales,
+    ),
+)
+
+DOUBLE_IN_MEGATRON: tuple[Replacement, ...] = (
+    Replacement(
+        target="megatron.training.arguments:validate_args",
+        why="the parameters of --fp16 are doubles",
+        make=_with_parameters_in_double,
     ),
 )
 

@@ -51,3 +51,15 @@ def test_attention_keeps_its_own_masks_and_the_job_goes_on(tmp_path):
     wrong = {check["what"] for check in found["checks"] if not check["holds"]}
     assert wrong == {"losses agree with the reference run's", "weights agree with the reference run's"}, output
     assert "draw these masks by themselves" in (tmp_path / "out" / "broken" / "log.txt").read_text()
+
+
+def test_a_deferred_gradient_is_computed_at_once_in_a_degraded_layout(tmp_path):
+    """A step is interrupted before the last stage has computed the gradient of its output layer; later it defers
+    again."""
+    words = ["--standalone", "--nproc-per-node=8", str(RECIPES / "pretrain_gpt.py"), f"@{RECIPES / 'tiny-te.args'}"]
+    more = ["--train-iters=80", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    defers = ["--defer-embedding-wgrad-compute", "--wgrad-deferral-limit=2", "--sequence-parallel", "--ntp-enable"]
+    code, output, found = verdict(tmp_path, "--", *words, *more, *defers)
+    assert code == 0, output
+    assert found["holds"]
+    assert "--defer-embedding-wgrad-compute is left out" in (tmp_path / "out" / "broken" / "log.txt").read_text()

@@ -99,6 +99,7 @@ class ModelRebuild:
             for (name, module), (other, model) in pairs:
                 assert (name, type(module)) == (other, type(model)), "a recipe builds the same model again"
                 _take_sizes(module, model, (real.config, new.config))
+            _forget_what_is_deferred(real)
             copy_cuts(real, new)
             _have_groups_of(real, chunk)
 
@@ -198,6 +199,14 @@ def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[
             setattr(module, key, _as_changed(real, built, value))
         elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup):
             setattr(module, key, value)
+
+
+def _forget_what_is_deferred(model: torch.nn.Module) -> None:
+    """Drop the activations and gradients of a step that was interrupted before it had computed the gradient of its
+    output layer (`--defer-embedding-wgrad-compute`). Megatron itself drops only the first."""
+    for name in ("embedding_activation_buffer", "grad_output_buffer"):
+        if isinstance(kept := getattr(model, name, None), list):
+            kept.clear()
 
 
 def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:

@@ -92,6 +92,7 @@ class MegatronJob:
         self.saves = self.trainer.saves = UnfinishedSave(self)
         self._alone = Alone()
         if place.joining:
+            args.tp_comm_overlap = False  # the others make no user buffers with it
             args.load = args.pretrained_checkpoint = None  # the other ranks send it everything
             apply_all(self._alone.table())
         else:

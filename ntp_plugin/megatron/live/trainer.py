@@ -33,7 +33,8 @@ from ntp_plugin.megatron.live.te_caches import forget_group_sizes
 from ntp_plugin.megatron.live.trained_parameters import Trainees
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
-from ntp_plugin.megatron.reduction.lane_sync import LaneSync, named
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync, bare, named
+from ntp_plugin.megatron.switched_off import SwitchedOff
 from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.membership.protocol import Report
 from ntp_plugin.patching import apply_all
@@ -96,7 +97,7 @@ class MegatronTrainer:
         self._own: tuple[Any, Any] | None = None
         """The model's configuration, and how Megatron itself ends a backward."""
         self._take_back = self._rest = _nothing
-        self._ranks = MegatronRanks()
+        self._ranks, self._switched_off = MegatronRanks(), SwitchedOff(args)
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
 
     def layout(self, lost: frozenset[Slot] = frozenset(), idle: frozenset[Slot] = frozenset()) -> Layout:
@@ -367,6 +368,8 @@ class MegatronTrainer:
         if self._own is None:  # Megatron sets it when training begins, and a rank joins before that
             config = model_rebuild.chunks[0].config
             self._own = config, config.finalize_model_grads_func or finalize_model_grads
+        configs = [bare(chunk).config for chunk in model_rebuild.chunks]
+        self._switched_off.for_layout(configs, degraded=layout.degraded, reports=self.first)
         job = JobPlan(
             layout,
             self._policy,

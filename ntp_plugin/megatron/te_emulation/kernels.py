@@ -14,9 +14,9 @@ import torch.nn.functional as nn
 type Tensor = torch.Tensor
 type Activation = Callable[[Tensor], Tensor]
 
-_FLOAT32 = 4
-_DTYPES = {0: torch.uint8, 2: torch.int32, 5: torch.float16, 6: torch.bfloat16}
-"""The extension's number for a dtype -> torch's."""
+_DTYPES = {0: "uint8", 2: "int32", 4: "float32", 5: "float16", 6: "bfloat16"}
+"""The extension's number for a dtype -> torch's name of it. In the float64 mode of the emulation, some names mean
+doubles."""
 
 
 def dtype_of(number: Any, default: torch.dtype) -> torch.dtype:
@@ -25,8 +25,8 @@ def dtype_of(number: Any, default: torch.dtype) -> torch.dtype:
         return default
     if isinstance(number, torch.dtype):
         return number
-    # In the float64 mode of the emulation everything that Megatron calls float32 is a double.
-    return torch.get_default_dtype() if int(number) == _FLOAT32 else _DTYPES[int(number)]
+    found: torch.dtype = getattr(torch, _DTYPES[int(number)])
+    return found
 
 
 def _flat(tensor: Tensor) -> Tensor:
