@@ -109,7 +109,7 @@ def _rows(title: str, *columns: str, rows: Iterable[Iterable[str]]) -> Table:
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
-        table.add_row(*(printable(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))  # a path may have what rich takes for markup
     return table
 
 

@@ -1,8 +1,8 @@
 """Plans losses that have not happened: which of them a job survives, and where the lost state comes from.
 
 Every loss is planned by the code that a running job plans with (`topology.py`, `transfers.py`, `recovery_plan.py`,
-`decision.py`), so the answer is the job's own. Losses of one kind are planned one by one; in a large job, as many of
-them as `MOST`, spread evenly.
+`decision.py`), so the answer is the job's own. Losses of one kind are planned one by one; in a large job some of them,
+spread evenly.
 """
 
 import dataclasses
@@ -22,6 +22,9 @@ from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, plan_block_deals
 
 MOST = 48
 """Most losses of one kind that are planned: with more, a large job takes longer than a user waits."""
+BUDGET = 65_536
+"""Bound on (slots of a loss)^2 x (planned losses of a kind), if that is more than one loss: for each lost slot, all
+replicas are asked for its state."""
 VERSIONS = 2
 """Versions of a copy that are kept at the same time: the committed one, and the one that is being made."""
 
@@ -181,10 +184,11 @@ def _same_slots(topology: Topology) -> Iterator[list[Slot]]:
 
 
 def _spread(losses: Sequence[PossibleLoss]) -> list[PossibleLoss]:
-    """Return at most `MOST` losses, the first and the last among them."""
-    if len(losses) <= MOST:
+    """Return the losses that are planned: the first and the last among them, if more than one is."""
+    most = max(1, min(MOST, BUDGET // max(len(loss.slots) for loss in losses) ** 2))
+    if len(losses) <= most:
         return list(losses)
-    return [losses[number * (len(losses) - 1) // (MOST - 1)] for number in range(MOST)]
+    return [losses[number * (len(losses) - 1) // max(1, most - 1)] for number in range(most)]
 
 
 # ---------------------------------------------------------------- what becomes of them

@@ -115,6 +115,13 @@ def test_of_many_losses_some_are_planned_the_first_and_the_last_among_them():
     assert len({one.name for one in spread}) == survival.MOST
 
 
+def test_of_losses_of_many_slots_fewer_are_planned():
+    losses = found(job(dp=128))[SAME]
+    assert (losses.losses, losses.planned) == (4, 4)
+    losses = found(job(dp=256))[SAME]
+    assert (losses.losses, losses.planned, losses.exit_code) == (4, 1, 4)
+
+
 def test_the_memory_of_copies():
     nominal = job(sharded=True, per_host=4)
     elements = max(survival.slot_elements(nominal.units.stages[0], 4, ()))
