@@ -10,6 +10,8 @@ screen.py          draws the slots of a job as a grid in the terminal, and updat
 copies.py          `ntp copies`: lists, verifies and removes the copies of training state on this host
 export.py          `ntp copies export`: writes copies as a checkpoint of the framework
 store.py           `ntp store`: runs the store of a job on a machine of its own
+check.py           `ntp check`: says whether a job is accepted, and which losses it survives
+check_tables.py    prints a check as tables
 plan.py            `ntp plan`: shows what every survivor would do if slots were lost
 plan_tables.py     prints a plan as tables
 simulate.py        `ntp simulate`: shows what losses cost, policy by policy

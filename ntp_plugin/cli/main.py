@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ntp_plugin import __version__
-from ntp_plugin.cli import chaos, chaos_outside, copies, plan, report, run, simulate, status, store
+from ntp_plugin.cli import chaos, chaos_outside, check, copies, plan, report, run, simulate, status, store
 from ntp_plugin.cli.parser import OneLineParser
 from ntp_plugin.errors import NtpError
 from ntp_plugin.launch import quick_exit
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ntp_plugin {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    check.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
     store.add_command(commands)
@@ -32,14 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("run", help="run a job as torchrun does, and keep it running when a worker dies")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["run"]:  # the rest is torchrun's, which this parser must not see
-            return run.run(words[1:])
-        if words[:2] == ["chaos", "outside"]:  # after -- comes a command line of its own
-            return chaos_outside.run(words[2:])
-        parsed, unknown = parser.parse_known_args(words)
-        parsed.parser.refuse_unknown(unknown)
-        code: int = parsed.run(parsed)
-        sys.stdout.flush()
+        code = _run(parser, words)
+        if words[:1] != ["run"]:
+            sys.stdout.flush()
     except NtpError as error:
         print(f"ntp: {printable(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -50,6 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    return code
+
+
+def _run(parser: OneLineParser, words: Sequence[str]) -> int:
+    if words[:1] == ["run"]:  # the rest is torchrun's, which this parser must not see
+        return run.run(words[1:])
+    if words[:1] == ["check"]:  # the rest may be a script's
+        return check.run(words[1:])
+    if words[:2] == ["chaos", "outside"]:  # after -- comes a command line of its own
+        return chaos_outside.run(words[2:])
+    parsed, unknown = parser.parse_known_args(words)
+    parsed.parser.refuse_unknown(unknown)
+    code: int = parsed.run(parsed)
     return code
 
 

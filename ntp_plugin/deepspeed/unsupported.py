@@ -1,8 +1,8 @@
 """Options that the plugin does not support in a DeepSpeed job, refused when the engine is built."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -10,6 +10,7 @@ from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_mod
 
 from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.planning.job_check import UnsupportedOption
 
 _FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
 _WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or with an mpu's tensor parallelism"
@@ -17,56 +18,101 @@ _WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or wi
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
     """Raise for the first unsupported option, before anything is built."""
+    cuts = config._param_dict.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+    refuse_lost(policy)
+    if type(engine) is not DeepSpeedEngine:
+        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
+    for option in (*unsupported_keys(config._param_dict, config.zero_config), *_unsupported_mpu(mpu, cuts=cuts)):
+        _refuse(option)
+    if mpu is not None:
+        refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
+    for option in unsupported_ntp_keys(policy, cuts=cuts, mpu=mpu is not None):
+        _refuse(option)
+
+
+def _refuse(option: UnsupportedOption) -> NoReturn:
+    raise Refused(str(option), way_out=option.fix)
+
+
+def refuse_lost(policy: TrainingPolicy) -> None:
+    """Raise if the job is to begin without some of its slots."""
     if policy.lost:
         raise ConfigError(
             "ntp.lost names slots that are missing from the start, and a DeepSpeed job cannot begin without them",
             way_out="start with all slots; the job goes on without those that are lost later",
         )
-    if policy.batch.mode != "strict":
-        raise Refused(
-            f"ntp.batch.mode = {policy.batch.mode} leaves samples out, and the loop's loader would not know which",
-            way_out="strict: every sample of the global batch, whoever is lost",
-        )
-    if type(engine) is not DeepSpeedEngine:
-        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
-    zero, raw = config.zero_config, config._param_dict
-    cut = raw.get("tensor_parallel", {})
-    cuts = cut.get("autotp_size", 0) > 1
-    found = {
-        "zero_optimization.stage = 3 shards the parameters": int(zero.stage) > 2,
-        "zero_optimization.offload_optimizer keeps state where it is not copied": zero.offload_optimizer is not None,
-        "zero_optimization.zenflow": getattr(zero, "zenflow", None) is not None,
-        "tensor_parallel.autotp_size > 1 with sparse_gradients": cuts and bool(raw.get("sparse_gradients")),
-        "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast reduces gradients in several dtypes": cuts
-        and int(zero.stage) > 0
-        and bool(raw.get("torch_autocast", {}).get("enabled")),
-        "gradient_allreduce_op = sum grows with the number of ranks": config.gradient_allreduce_op == "sum",
-        "an mpu beside tensor_parallel.autotp_size > 1": cuts and mpu is not None,
-        "an mpu with stages of a pipeline": bwc_pipeline_parallel_world_size(mpu) > 1,
-        "an mpu with sequence parallelism of its own": _sequence_parallel_size(mpu) > 1,
-        "an mpu without get_data_parallel_group": mpu is not None and not hasattr(mpu, "get_data_parallel_group"),
-        "sequence_parallel_size > 1": raw.get("sequence_parallel_size", 1) > 1,
-        "managed_gradient_accumulation = false hides which micro-batches a step has": raw.get(
-            "managed_gradient_accumulation", True
-        )
-        is False,
-        "curriculum learning draws by itself": bool(raw.get("curriculum_learning", {}).get("enabled")),
-        "data_efficiency draws by itself": bool(raw.get("data_efficiency", {}).get("enabled")),
-        "compile": bool(raw.get("compile", {}).get("deepcompile")),
-    }
-    for what, is_so in found.items():
-        if is_so:
-            raise Refused(f"{what}, and such a job cannot go on after a loss", way_out=_WHAT_WORKS)
-    if mpu is not None:
-        _refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
-    _refuse_keys(policy, cuts=cuts, mpu=mpu)
+
+
+def unsupported_keys(raw: Mapping[str, Any], zero: Any) -> Iterator[UnsupportedOption]:
+    """Yield what a job cannot have of DeepSpeed's own keys.
+
+    Args:
+        raw: The configuration.
+        zero: Its `zero_optimization` as DeepSpeed reads it.
+    """
+    cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+    autocast = bool(raw.get("torch_autocast", {}).get("enabled"))
+    operation = raw.get("gradient_allreduce_op", "mean")
+    found = (
+        ("zero_optimization.stage = 3", "shards the parameters", int(zero.stage) > 2),
+        (
+            "zero_optimization.offload_optimizer",
+            "keeps state where it is not copied",
+            zero.offload_optimizer is not None,
+        ),
+        ("zero_optimization.zenflow", "is not built", getattr(zero, "zenflow", None) is not None),
+        (
+            "tensor_parallel.autotp_size > 1 with sparse_gradients",
+            "is not built",
+            cuts and bool(raw.get("sparse_gradients")),
+        ),
+        (
+            "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast",
+            "reduces gradients in several dtypes",
+            cuts and int(zero.stage) > 0 and autocast,
+        ),
+        (
+            "gradient_allreduce_op = sum",
+            "grows with the number of ranks",
+            isinstance(operation, str) and operation.lower() == "sum",
+        ),
+        ("sequence_parallel_size > 1", "is not built", raw.get("sequence_parallel_size", 1) > 1),
+        (
+            "managed_gradient_accumulation = false",
+            "hides which micro-batches a step has",
+            raw.get("managed_gradient_accumulation", True) is False,
+        ),
+        ("curriculum_learning", "draws by itself", bool(raw.get("curriculum_learning", {}).get("enabled"))),
+        ("data_efficiency", "draws by itself", bool(raw.get("data_efficiency", {}).get("enabled"))),
+        ("compile.deepcompile", "is not built", bool(raw.get("compile", {}).get("deepcompile"))),
+    )
+    yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
+
+
+def _unsupported_mpu(mpu: Any, *, cuts: bool) -> Iterator[UnsupportedOption]:
+    found = (
+        ("an mpu", "beside tensor_parallel.autotp_size > 1 cuts replicas twice", cuts and mpu is not None),
+        ("an mpu with stages of a pipeline", "is not built", bwc_pipeline_parallel_world_size(mpu) > 1),
+        ("an mpu with sequence parallelism of its own", "is not built", _sequence_parallel_size(mpu) > 1),
+        (
+            "an mpu without get_data_parallel_group",
+            "does not say which ranks are replicas",
+            mpu is not None and not hasattr(mpu, "get_data_parallel_group"),
+        ),
+    )
+    yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
+
+
+def _cannot_go_on(flag: str, why: str) -> UnsupportedOption:
+    return UnsupportedOption(flag=flag, why=f"{why}, and such a job cannot go on after a loss", fix=_WHAT_WORKS)
 
 
 def _sequence_parallel_size(mpu: Any) -> int:
     return int(mpu.get_sequence_parallel_world_size()) if hasattr(mpu, "get_sequence_parallel_world_size") else 1
 
 
-def _refuse_one_replica(tp: int, ranks: int) -> None:
+def refuse_one_replica(tp: int, ranks: int) -> None:
+    """Raise if an mpu's only replica could not go on without one of its slots."""
     if 1 < tp == ranks:
         raise Refused(
             f"the mpu has all {ranks} ranks in one replica, and one that has lost a slot cannot be cut anew",
@@ -74,23 +120,41 @@ def _refuse_one_replica(tp: int, ranks: int) -> None:
         )
 
 
-def _refuse_keys(policy: TrainingPolicy, *, cuts: bool, mpu: Any) -> None:
-    """Raise for keys of the `ntp` block that would have no effect."""
-    found = {
-        "dropout = exact: masks within a layer that AutoTP has cut follow its width": cuts
-        and policy.dropout == "exact",
-        "dropout = exact: an mpu's layers draw their masks by rules of their own": mpu is not None
-        and policy.dropout == "exact",
-        "min_tp_width > 1: idle replicas are not built for DeepSpeed": cuts and policy.min_tp_width > 1,
-        "route = via_core: gradients go lane by lane here": policy.route == "via_core",
-        "gpu_memory_gb: micro-batches have one size here, and no replica is left out for its memory": (
-            policy.gpu_memory_gb is not None
+def unsupported_ntp_keys(policy: TrainingPolicy, *, cuts: bool, mpu: bool) -> Iterator[UnsupportedOption]:
+    """Yield keys of the `ntp` block that would have no effect; `cuts`: with AutoTP, `mpu`: with an mpu."""
+    exact = policy.dropout == "exact"
+    found = (
+        (
+            f"batch.mode = {policy.batch.mode}",
+            "leaves samples out, and the loop's loader would not know which",
+            policy.batch.mode != "strict",
         ),
-        "actions: a DeepSpeed job does not choose what to do about a loss": policy.actions != ActionsPolicy(),
-    }
-    for what, is_so in found.items():
+        ("dropout = exact", "cannot hold within a layer that AutoTP has cut: masks follow its width", cuts and exact),
+        (
+            "dropout = exact",
+            "cannot hold with an mpu, whose layers draw their masks by rules of their own",
+            mpu and exact,
+        ),
+        (
+            "min_tp_width > 1",
+            "needs idle replicas, which are not built for DeepSpeed",
+            cuts and policy.min_tp_width > 1,
+        ),
+        ("route = via_core", "has no effect: gradients go lane by lane here", policy.route == "via_core"),
+        (
+            "gpu_memory_gb",
+            "has no effect: micro-batches have one size here, and no replica is left out for its memory",
+            policy.gpu_memory_gb is not None,
+        ),
+        (
+            "actions",
+            "has no effect: a DeepSpeed job does not choose what to do about a loss",
+            policy.actions != ActionsPolicy(),
+        ),
+    )
+    for key, why, is_so in found:
         if is_so:
-            raise Refused(f"ntp.{what}", way_out=f"leave ntp.{what.split()[0].rstrip(':')} out")
+            yield UnsupportedOption(flag=f"ntp.{key}", why=why, fix=f"leave ntp.{key.split()[0]} out")
 
 
 def refuse_engine(engine: Any) -> None:

@@ -11,11 +11,16 @@ replaced from the start (`--ntp-dropout`), since a later degraded run would draw
     __main__.py         starts a script with the `--ntp-...` flags registered
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
     recipe_check.py     which options of a command line a live job does not support
+    job_check.py        what `ntp check` finds out about a command line: losses, memory, changes
+    recipe_file.py      PURE: the command line of a recipe in the form of Megatron-LM's functional tests
     unsupported.py      options that a degraded layout does not support, refused at start
     switched_off.py     options that make a step faster, which a degraded layout leaves out
+    degraded_changes.py options that work in a degraded layout, and differently
+    flag_table.py       writes the page that has all flags of Megatron's parser
     layout.py           PURE: which slots are lost, which torch rank is which slot, what a slot holds
     groups.py           Megatron's process groups, without the lost ranks
     job.py              the recovery plan that all ranks compute and compare
+    job_shape.py        PURE: what planning needs to know of Megatron's arguments
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
     pipeline.py         sends activations and gradients between stages of different width
@@ -63,7 +68,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ntp_plugin.megatron.unsupported import UnsupportedOption
+    from ntp_plugin.planning.job_check import UnsupportedOption
 
 __all__ = ["check", "enable"]
 

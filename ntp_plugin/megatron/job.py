@@ -10,12 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Model, State, TrainingPolicy
-from ntp_plugin.errors import PlansDiffer, Refused
+from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
+from ntp_plugin.errors import PlansDiffer
 from ntp_plugin.megatron.groups import MakeGroups
+from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Guard, Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
@@ -37,7 +38,7 @@ class JobPlan:
         """`alone` makes a group of this rank alone."""
         self.layout, self.policy, self.args = layout, policy, args
         self.make_groups, self.alone = make_groups, alone
-        _taken_together(args, layout.topology.dp)  # refused here, before anything is built
+        taken_together(args, layout.topology.dp)  # refused here, before anything is built
         self._plan = plan
 
     @property
@@ -79,7 +80,7 @@ class JobPlan:
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
     """Return the job with nobody lost, as planning describes it."""
-    together = _taken_together(args, layout.topology.dp)
+    together = taken_together(args, layout.topology.dp)
     return Nominal(
         topology=layout.topology,
         units=units,
@@ -88,37 +89,7 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
         hardware=Hardware(),
         policy=_without_copies(policy),
         splits=together,
-        guard=None if policy.gpu_memory_gb is None else _guard(args, policy.gpu_memory_gb * 1e9),
-    )
-
-
-def _guard(args: Any, limit: float) -> Guard:
-    """Return what the job puts into a GPU's memory, from its arguments."""
-    low = args.bf16 or args.fp16
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return Guard(
-        limit=limit,
-        model=Model(
-            layers=args.num_layers,
-            hidden=args.hidden_size,
-            heads=args.num_attention_heads,
-            groups=groups,
-            kv_channels=args.kv_channels,
-            ffn=args.ffn_hidden_size,
-            vocab=args.padded_vocab_size,
-            seq=args.seq_length,
-            gated=bool(args.swiglu),
-        ),
-        state=State(
-            weight_bytes=2 if low else 4,
-            gradient_bytes=2 if low and not args.accumulate_allreduce_grads_in_fp32 else 4,
-            optimizer_bytes=12 if low else 8,
-            distributed_optimizer=bool(args.use_distributed_optimizer),
-        ),
-        recompute=args.recompute_granularity == "full",
-        sequence_parallel=bool(args.sequence_parallel),
-        activation=2 if low else 4,
-        smaller=bool(args.calculate_per_token_loss),
+        guard=None if policy.gpu_memory_gb is None else guard_of(args, policy.gpu_memory_gb * 1e9),
     )
 
 
@@ -134,21 +105,6 @@ def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
                 way_out="start all with the same arguments",
             )
     return ModelUnits(stages=tuple(found[stage] for stage in sorted(found)))
-
-
-def _taken_together(args: Any, replicas: int) -> int:
-    """Return how many micro-batches a replica can only run together."""
-    if args.virtual_pipeline_model_parallel_size is None:
-        return 1
-    together: int = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
-    each = args.global_batch_size // (args.micro_batch_size * replicas)
-    if each % together:
-        raise Refused(
-            f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
-            "replicas of different width cannot share them",
-            way_out=f"--global-batch-size with a multiple of {args.micro_batch_size * replicas * together}",
-        )
-    return together
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:

@@ -11,34 +11,40 @@ import torch
 
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron import activation, cpu_emulation
-from ntp_plugin.megatron.unsupported import UnsupportedOption, unsupported_live
+from ntp_plugin.megatron.unsupported import unsupported_live
+from ntp_plugin.planning.job_check import UnsupportedOption
 
 
 def check(flags: Sequence[str]) -> tuple[UnsupportedOption, ...]:
     """`ntp_plugin.megatron.check`, whose docstring is the one to read."""
-    arguments = _parsed(flags)
+    arguments, _ = parsed(flags)
     policy = activation.read_policy(arguments)
     return tuple(unsupported_live(arguments, policy)) if policy.enabled else ()
 
 
-def _parsed(flags: Sequence[str]) -> Any:
+def parsed(flags: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the arguments as Megatron's parser reads them, before Megatron checks them, and the words that it does not
+    know: a script may have flags of its own.
+
+    Raises:
+        ConfigError: The parser refuses the flags.
+    """
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            arguments, _ = _parser().parse_known_args(list(flags))  # a script may have flags of its own
+            return parser().parse_known_args(list(flags))
     except SystemExit:
         error = output.getvalue().strip().rpartition("error: ")[2]
         raise ConfigError(f"Megatron's parser refuses the flags: {error}", way_out="mend them first") from None
-    return arguments
 
 
 @functools.cache
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Megatron's parser with the plugin's flags. Without a GPU, Megatron is imported under the CPU emulation."""
     if not torch.cuda.is_available():
         cpu_emulation.install(cpu_emulation.ON)
     activation.install()
     from megatron.training.arguments import add_megatron_arguments  # noqa: PLC0415  (after the emulation)
 
-    parser: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return parser
+    made: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return made

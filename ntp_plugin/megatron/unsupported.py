@@ -10,6 +10,7 @@ from typing import Any
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.planning.job_check import UnsupportedOption
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,18 +295,6 @@ def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
     if not (policy.enabled and any(_above(name, 0)(args) for name in _DROPOUTS)):
         return False
     return policy.dropout == "exact" or (policy.dropout == "auto" and not list(_no_exact_masks(args)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class UnsupportedOption:
-    """An option of Megatron that a job cannot have, and what to do instead."""
-
-    flag: str
-    why: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.flag} {self.why}"
 
 
 LIVE: tuple[Refusal, ...] = (_not_yet_live("--log-straggler", _given("log_straggler")),)

@@ -22,6 +22,8 @@ facts, in whatever order the losses came.
     recovery_plan.py    the complete plan, with a digest
     decision.py         whether a running job continues by such a plan, or ends for a restart
     job_plan.py         `plan`: the plan for a described job and its losses
+    survival.py         which losses a job survives, and where the lost state comes from
+    job_check.py        what `ntp check` finds out about a job before it runs
 
 Imports only go up this list: each file depends on those above it.
 

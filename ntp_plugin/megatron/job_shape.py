@@ -1,0 +1,52 @@
+"""What planning needs to know of Megatron's arguments. PURE."""
+
+from typing import Any
+
+from ntp_plugin.config.sections import Model, State
+from ntp_plugin.errors import Refused
+from ntp_plugin.planning.recovery_plan import Guard
+
+
+def guard_of(args: Any, limit: float) -> Guard:
+    """Return what the job puts into a GPU's memory, from its arguments; `limit` is in bytes."""
+    low = args.bf16 or args.fp16
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return Guard(
+        limit=limit,
+        model=Model(
+            layers=args.num_layers,
+            hidden=args.hidden_size,
+            heads=args.num_attention_heads,
+            groups=groups,
+            kv_channels=args.kv_channels,
+            ffn=args.ffn_hidden_size,
+            vocab=args.padded_vocab_size,
+            seq=args.seq_length,
+            gated=bool(args.swiglu),
+        ),
+        state=State(
+            weight_bytes=2 if low else 4,
+            gradient_bytes=2 if low and not args.accumulate_allreduce_grads_in_fp32 else 4,
+            optimizer_bytes=12 if low else 8,
+            distributed_optimizer=bool(args.use_distributed_optimizer),
+        ),
+        recompute=args.recompute_granularity == "full",
+        sequence_parallel=bool(args.sequence_parallel),
+        activation=2 if low else 4,
+        smaller=bool(args.calculate_per_token_loss),
+    )
+
+
+def taken_together(args: Any, replicas: int) -> int:
+    """Return how many micro-batches a replica can only run together."""
+    if args.virtual_pipeline_model_parallel_size is None:
+        return 1
+    together: int = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    each = args.global_batch_size // (args.micro_batch_size * replicas)
+    if each % together:
+        raise Refused(
+            f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
+            "replicas of different width cannot share them",
+            way_out=f"--global-batch-size with a multiple of {args.micro_batch_size * replicas * together}",
+        )
+    return together

@@ -1,0 +1,215 @@
+"""`ntp check` on Megatron command lines and recipes, with the installed Megatron, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import contextlib, io, json, sys
+from ntp_plugin.cli.main import main
+
+MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "16",
+         "--micro-batch-size", "1", "--global-batch-size", "16", "--vocab-size", "1000", "--ffn-hidden-size", "256",
+         "--tensor-model-parallel-size", "4"]
+found = {}
+
+def check(name, words, *, own=()):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["check", *own, *words])
+    found[name] = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+def script(name, *more, own=(), flags=("--ntp-enable",)):
+    check(name, ["pretrain_gpt.py", *MODEL, *more, *flags], own=("--json", *own))
+
+script("accepted")
+script("not enabled", flags=())
+script("sharded", "--use-distributed-optimizer", "--bf16", own=("--nnodes", "2", "--nproc-per-node", "4"))
+script("no copies", "--use-distributed-optimizer", "--ntp-copies-mode", "off", own=("--world-size", "8"))
+script("several", "--num-experts", "8", "--multi-latent-attention", "--my-own-flag", "7")
+script("changes", "--async-save", "--save", "x", "--sequence-parallel", "--overlap-param-gather",
+       "--transformer-impl", "transformer_engine")
+script("interleaved", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1",
+       "--global-batch-size", "6", own=("--world-size", "16"))
+script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
+script("too few hosts", "--use-distributed-optimizer", "--ntp-copies-mode", "xor:2")
+script("odd ranks", own=("--world-size", "6"))
+script("zero", "--tensor-model-parallel-size", "0", "--micro-batch-size", "-1")
+script("no number", "--num-layers", "two")
+script("batch", "--global-batch-size", "3", own=("--world-size", "8"))
+script("lost", "--ntp-lost", "r0.s0.t0")
+check("no layers", ["--json", "pretrain_gpt.py", "--hidden-size", "64"])
+check("recipe", ["--json", sys.argv[1], "--ntp-copies-protect", "all"])
+check("text", ["pretrain_gpt.py", *MODEL, "--num-experts", "8", "--ntp-enable"])
+check("accepted text", ["pretrain_gpt.py", *MODEL, "--use-distributed-optimizer", "--async-save", "--save", "x"])
+print(json.dumps(found))
+"""
+RECIPE = """\
+ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 64
+  --num-attention-heads: 8
+  --seq-length: 16
+  --micro-batch-size: 1
+  --global-batch-size: 16
+  --tensor-model-parallel-size: 2
+  --swiglu: true
+  --hidden-dropout: 0.1
+"""
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    recipe = tmp_path_factory.mktemp("recipe") / "gpt_tp2_dgx_2N4G" / "model_config.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(RECIPE)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE, str(recipe)],
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def found(probed):
+    """JSON that the command printed, by the name of the check; asserts its exit code."""
+
+    def read(name, code):
+        result = probed[name]
+        assert (result["code"], result["err"]) == (code, "")
+        assert result["out"].count("\n") == 1, "one object, and nothing that Megatron prints"
+        return json.loads(result["out"])
+
+    return read
+
+
+def survived(check):
+    return {loss["kind"] for loss in check["survivals"] if not loss["exit_code"]}
+
+
+@pytest.mark.short
+def test_an_accepted_job(found):
+    check = found("accepted", 0)
+    assert (check["accepted"], check["framework"], check["unsupported"]) == (True, "megatron", [])
+    topology = check["topology"]
+    assert [topology[name] for name in ("tp", "pp", "dp", "gpus_per_node")] == [4, 1, 2, 8]
+    assert survived(check) == {"any one slot", "two slots of one stage of a replica", "all slots of a replica"}
+    assert check["memory"]["copies"] is None
+    assert [note.split()[0:4] for note in check["notes"]] == [["8", "processes", "are", "assumed;"]]
+
+
+def test_memory_is_that_of_the_models_parameters(found):
+    memory = found("sharded", 0)["memory"]
+    embeddings, attention, mlp, norms = 2 * 1024 * 64, 4 * (4 * 64 * 64), 4 * (2 * 256 * 64), 9 * 64
+    biases = 4 * (3 * 64 + 64 + 256 + 64)
+    assert memory["parameters"] == embeddings // 2 + attention + mlp + norms + biases
+    assert memory["nominal"]["weights"] < memory["degraded"]["weights"]
+    assert memory["nominal"]["gradients"] == 2 * memory["nominal"]["weights"], "bf16, summed in float32"
+    copies = memory["copies"]
+    assert copies["near"] == copies["far"] == 2 * copies["version"]
+    assert copies["version"] == -(-memory["nominal"]["weights"] // 2 * 12 // 2), "12 bytes, shared by two replicas"
+
+
+def test_where_state_is_decides_what_is_survived(found):
+    whole = {
+        "any one slot",
+        "two slots of one stage of a replica",
+        "all slots of a replica",
+        "the same slot of all replicas",
+    }
+    assert survived(found("sharded", 0)) == {*whole, "any one host"}
+    without = found("no copies", 0)
+    assert survived(without) == set()
+    assert without["survivals"][0]["exit_code"] == 4
+    assert "copies are off" in without["survivals"][0]["why"]
+
+
+@pytest.mark.short
+def test_all_unsupported_options_are_named_at_once(found):
+    check = found("several", 1)
+    assert [option["flag"] for option in check["unsupported"]] == ["--num-experts", "--multi-latent-attention"]
+    assert all(option["why"] and option["fix"] for option in check["unsupported"])
+    assert (check["accepted"], check["survivals"], check["memory"], check["changes"]) == (False, [], None, [])
+    assert "not flags of Megatron, so taken for the script's own: --my-own-flag" in check["notes"]
+
+
+def test_the_plugin_is_checked_as_if_it_were_on(found):
+    check = found("not enabled", 0)
+    assert check["notes"][0].startswith("--ntp-enable is not among the flags")
+    assert check["survivals"] == found("accepted", 0)["survivals"]
+
+
+def test_what_changes_while_ranks_are_lost(found):
+    few = {option["flag"] for option in found("accepted", 0)["changes"]}
+    many = {option["flag"] for option in found("changes", 0)["changes"]}
+    added = {"--async-save", "--async-strategy", "--save", "--sequence-parallel", "--overlap-param-gather"}
+    assert many - few == added
+    assert {"--global-batch-size", "--hidden-dropout", "--attention-dropout"} <= few
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "why"),
+    [
+        ("interleaved", "--global-batch-size", "an interleaved pipeline takes them in groups of 2"),
+        ("too little memory", "--ntp-gpu-memory-gb", "does not fit into"),
+        ("too few hosts", "copies", "xor:2 needs 2 node domains"),
+    ],
+)
+def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
+    (option,) = found(name, 1)["unsupported"]
+    assert option["flag"] == flag
+    assert why in option["why"]
+    assert option["fix"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("odd ranks", "6 processes do not make replicas of 4"),
+        ("zero", "--tensor-model-parallel-size, --micro-batch-size below 1"),
+        ("no number", "invalid int value: 'two'"),
+        ("no layers", "--num-layers, --num-attention-heads, --seq-length missing"),
+        ("batch", "global_batch = 3 is not a multiple of micro_batch x dp = 1 x 2"),
+        ("lost", "leave --ntp-lost out"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(probed, name, message):
+    result = probed[name]
+    assert (result["code"], result["out"]) == (2, "")
+    assert result["err"].startswith("ntp: ")
+    assert result["err"].count("\n") == 1
+    assert message in result["err"]
+
+
+def test_a_recipe_names_its_hosts(found):
+    check = found("recipe", 0)
+    topology = check["topology"]
+    assert [topology[name] for name in ("tp", "dp", "gpus_per_node")] == [2, 4, 4]
+    assert not any("assumed" in note for note in check["notes"])
+    assert any("tokenizer's files" in note for note in check["notes"]), "its vocabulary is not known"
+    assert check["memory"]["copies"]["version"] > 0, "the arguments behind the file are Megatron's"
+
+
+@pytest.mark.short
+def test_tables(probed):
+    refused, accepted = probed["text"], probed["accepted text"]
+    assert (refused["code"], accepted["code"]) == (1, 0)
+    assert refused["out"].startswith("not accepted: 1 option is not supported")
+    assert "--num-experts" in refused["out"]
+    assert accepted["out"].startswith("accepted")
+    for words in (
+        "any one slot",
+        "copies in memory",
+        "copies of a rank, in host memory",
+        "--async-save",
+        "all ranks are",
+    ):
+        assert words in accepted["out"]
