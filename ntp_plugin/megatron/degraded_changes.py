@@ -155,6 +155,11 @@ CHANGES: tuple[DegradedChange, ...] = (
         change="while a replica is dropped, its part of the validation samples is not evaluated",
     ),
     DegradedChange(
+        flag="--check-weight-hash-across-dp-replicas-interval",
+        applies=_given("check_weight_hash_across_dp_replicas_interval"),
+        change="replicas are compared as by --ntp-watch-steps, which names the weight and the slots that differ",
+    ),
+    DegradedChange(
         flag="--log-params-norm",
         applies=_given("log_params_norm"),
         change="is left out of the log of a step that a loss follows at once",

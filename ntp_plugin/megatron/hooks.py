@@ -167,6 +167,11 @@ def _logs(sync: LaneSync) -> tuple[Replacement, ...]:
             why="with the distributed optimizer it looks for float32 parameters in Megatron's own shards",
             make=sync.parameters_norm,
         ),
+        Replacement(
+            target=f"{_TRAINING}:check_param_hashes_across_dp_replicas",
+            why="it gathers hashes of even shares over groups of one width",
+            make=sync.same_weights,
+        ),
     )
 
 

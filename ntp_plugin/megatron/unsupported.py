@@ -115,7 +115,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--init-model-with-meta-device"),
     _not_built("--use-precision-aware-optimizer"),
     _not_built("--optimizer-cpu-offload"),
-    _not_built("--check-weight-hash-across-dp-replicas-interval"),
     _not_built("--rampup-batch-size"),
     _not_built("--step-batch-size-schedule"),
     _not_built("--decrease-batch-size-if-needed"),

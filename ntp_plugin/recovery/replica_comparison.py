@@ -110,7 +110,15 @@ class ReplicaWatch:
 
         All ranks call this together.
         """
-        if self.is_on and step and self._looked != (step, self._groups.epoch):
+        if self.is_on and step:
+            self.compare_now(step)
+
+    def compare_now(self, step: int) -> None:
+        """Compare unless that was done after so many steps, also in a job that compares nothing by itself.
+
+        All ranks call this together.
+        """
+        if self._looked != (step, self._groups.epoch):
             self._compare(step)
 
     def not_finite(self, step: int) -> None:

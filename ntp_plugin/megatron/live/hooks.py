@@ -96,6 +96,11 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda original: _gathered(job, original),
         ),
         Replacement(
+            target=f"{_TRAINING}:check_param_hashes_across_dp_replicas",
+            why="it gathers hashes of even shares over groups of one width",
+            make=lambda original: _hashes(job, original),
+        ),
+        Replacement(
             target=f"{_TRAINING}:evaluate_and_print_results",
             why="before they go on, ranks must know whether all have ended it",
             make=lambda original: _voted(job, original),
@@ -255,6 +260,28 @@ def _gathered(job: "MegatronJob", original: Any) -> Any:
             set_forward_waits(chunk, waits=False)
 
     return disable
+
+
+def _hashes(job: "MegatronJob", original: Any) -> Any:
+    """`check_param_hashes_across_dp_replicas`, as a section; in a degraded layout, the plugin's own comparison.
+
+    Megatron also calls it before the first step. A joining rank comes there alone, and has compared its weights.
+    """
+
+    def compared(*_: Any, **__: Any) -> None:
+        if job.trainer.lost:
+            job.step.watch.compare_now(job.args.curr_iteration)
+
+    def differ(*args: Any, **kwargs: Any) -> bool:
+        return not (job.trainer.lost or original(*args, **kwargs))
+
+    @functools.wraps(original)
+    def match(*args: Any, **kwargs: Any) -> bool:
+        if not job.loop.has_begun:
+            return bool(job.loop.between(lambda: original(*args, **kwargs), lambda: True))
+        return not _voted(job, differ, before=compared)(*args, **kwargs)
+
+    return match
 
 
 def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
