@@ -129,6 +129,10 @@ def _with_layout(original: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
+        if policy.enabled and args.ckpt_format == "torch":
+            from ntp_plugin.megatron import hooks  # noqa: PLC0415  (it imports the rest of Megatron)
+
+            apply_all(hooks.FORMATS)
         if policy.enabled and not policy.lost and RankContext.is_elastic():
             from ntp_plugin.megatron.live import start  # noqa: PLC0415  (it imports the rest of Megatron)
 
@@ -152,7 +156,7 @@ def _with_layout(original: Any) -> Any:
             validated = original(args, *rest, **kwargs)
         finally:
             args.world_size = len(layout.slots)
-        from ntp_plugin.megatron import hooks  # noqa: PLC0415  (it imports the rest of Megatron)
+        from ntp_plugin.megatron import hooks  # noqa: PLC0415  (as above)
 
         apply_all(hooks.table(layout, policy, args))
         return validated

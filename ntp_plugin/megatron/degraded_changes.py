@@ -112,6 +112,11 @@ CHANGES: tuple[DegradedChange, ...] = (
     ),
     # ------------------------------------------------ checkpoints
     DegradedChange(
+        flag="--ckpt-format",
+        applies=lambda args: args.ckpt_format == "torch" and args.save,
+        change="what is saved while slots are lost is in torch_dist; a job with --ntp-enable loads either format",
+    ),
+    DegradedChange(
         flag="--save",
         applies=_given("save"),
         change="generators of random numbers and the state of the rerun machine are left out of a checkpoint that is"

@@ -14,7 +14,7 @@ from megatron.core.extensions import transformer_engine as te
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron import groups
 from ntp_plugin.megatron.batch_share import BatchShare
-from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks
+from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
@@ -248,6 +248,11 @@ def _checkpoints(checkpoints: CheckpointHooks) -> tuple[Replacement, ...]:
             make=checkpoints.state,
         ),
         Replacement(
+            target=f"{_TRAINING}:save_checkpoint",
+            why="the format torch has one file for each slot, and some are lost",
+            make=checkpoints.in_torch_dist,
+        ),
+        Replacement(
             target="megatron.training.checkpointing:_build_sharded_state_dict_metadata",
             why="a sharded optimizer is written by parameters: its buckets belong to one layout",
             make=in_parameter_shapes,
@@ -268,6 +273,16 @@ def _checkpoints(checkpoints: CheckpointHooks) -> tuple[Replacement, ...]:
             make=checkpoints.each_for_itself,
         ),
     )
+
+
+FORMATS: tuple[Replacement, ...] = (
+    Replacement(
+        target=f"{_TRAINING}:load_checkpoint",
+        why="with --ckpt-format torch, a checkpoint is in torch_dist if slots were lost when it was saved",
+        make=in_the_format_found,
+    ),
+)
+"""What any job with `--ntp-enable` needs to load what a degraded one has saved."""
 
 
 def nominal_firsts(layout: Layout, args: Any) -> Firsts:

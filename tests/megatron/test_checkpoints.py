@@ -205,3 +205,37 @@ def test_after_a_loss_a_run_equals_a_planned_degraded_run_bit_for_bit(every_step
         assert one.seen.losses[-alike:] == expected.losses[-alike:]
         for name, part in expected.parts.items():
             assert np.array_equal(one.seen.parts[name].values, part.values), name
+
+
+TORCH = "--ckpt-format torch"
+
+
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"], ids=["plain", "sharded"])
+def test_one_file_for_each_slot_while_none_is_lost_and_whole_tensors_else(tmp_path, more):
+    """`--ckpt-format torch`: saved after 4, 8, 12 ... steps, with a slot lost from step 6 to 10."""
+    saves = f"{TORCH} --save {tmp_path} --save-interval 4 {more}"
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=saves)
+    lived, _ = live(job, faults=[kill(3, during="backward", step=6)], back={3: 12})
+    assert len(lived) == 4
+    kinds = {
+        int(folder.name.removeprefix("iter_")): "whole" if (folder / ".metadata").exists() else "files"
+        for folder in tmp_path.glob("iter_*")
+    }
+    assert kinds == {4: "files", 8: "whole", 12: "files", 16: "files", 20: "files"}
+
+
+@pytest.mark.parametrize("step", [pytest.param(4, id="files"), pytest.param(8, id="whole", marks=pytest.mark.short)])
+def test_a_job_resumes_from_either(tmp_path, step):
+    """A job ends after this many steps; a slot is lost in step 6. The next one has the same arguments."""
+    more = f"{TORCH} --save {tmp_path} --save-interval 4 --exit-interval {step} --load {tmp_path}"
+    job = Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, more=more)
+    first, _ = live(job, faults=[kill(3, during="backward", step=6)] if step > 6 else ())
+    second = run(dataclasses.replace(job, more=more.replace(f"--exit-interval {step}", "")))
+    assert_same_training(joined({rank: one.seen for rank, one in first.items()}, second), uniform(BASE))
+
+
+def test_files_of_slots_are_refused_where_slots_are_lost(tmp_path):
+    whole = Job(model=MODELS[BASE], tp=2, dp=2, more=f"{TORCH} {saving(tmp_path)}")
+    run(whole)
+    with pytest.raises(Refused, match="one file for each slot"):
+        run(degraded(BASE, "TP2+TP1", more=f"{TORCH} {loading(tmp_path)}"))

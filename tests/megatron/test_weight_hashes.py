@@ -1,4 +1,4 @@
-"""`--check-weight-hash-across-dp-replicas-interval`: Megatron's own comparison of weights, through losses and returns."""
+"""Megatron's own comparison of weights (`--check-weight-hash-...-interval`), through losses and returns."""
 
 import pytest
 

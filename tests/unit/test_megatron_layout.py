@@ -137,7 +137,7 @@ def test_supported_settings_pass(changes):
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
-        ({"save": "/checkpoints", "ckpt_format": "torch"}, "--ckpt-format"),
+        ({"save": "/checkpoints", "ckpt_format": "torch_dcp"}, "--ckpt-format"),
         ({"save": "/checkpoints", "non_persistent_save_interval": 10}, "--non-persistent-save-interval"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format"),

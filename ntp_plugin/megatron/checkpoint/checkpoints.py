@@ -21,22 +21,30 @@ shares.
 After loading, all replicas compare digests of their weights, as at the start of any degraded job.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.training import checkpointing, get_args
 
+from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layers.uneven_layers import cut_of
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import Tensor
+
+_LOG = logging.getLogger(__name__)
+TORCH = "torch"
+"""Megatron's older format: one file for each slot of a replica."""
 
 type Entry = Any
 """`ShardedTensor`, `ShardedTensorFactory` or `ShardedObject`."""
@@ -46,7 +54,7 @@ class CheckpointHooks:
     """Replaces Megatron's description of what it saves and loads."""
 
     def __init__(self, layout: Layout, args: Any, sync: LaneSync) -> None:
-        self._layout, self._sync = layout, sync
+        self._layout, self._args, self._sync = layout, args, sync
         self._shared_out = bool(getattr(args, "ckpt_fully_parallel_save", True))
 
     # ------------------------------------------------ Megatron's functions
@@ -69,11 +77,29 @@ class CheckpointHooks:
 
         return generate
 
+    def in_torch_dist(self, original: Any) -> Any:
+        """`save_checkpoint`: in this format, whatever `--ckpt-format` says."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self._args.ckpt_format != TORCH:
+                return original(*args, **kwargs)
+            if self._layout.is_replica_leader and self._layout.slot == self._layout.slots[0]:
+                _LOG.warning(
+                    "this checkpoint is in the format torch_dist, since --ckpt-format torch has one file for each slot,"
+                    " and some are lost; a job with --ntp-enable loads either"
+                )
+            with as_torch_dist(self._args):
+                return original(*args, **kwargs)
+
+        return save
+
     def load(self, original: Any) -> Any:
         """`load_checkpoint`: raise unless the loaded weights are the same in all replicas."""
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
+            _refuse_files_of_slots(self._args)
             loaded = original(*args, **kwargs)
             self._sync.require_equal_units()
             return loaded
@@ -119,6 +145,43 @@ class CheckpointHooks:
             found.append(work.index(min(work)))
             work[found[-1]] += _elements(entry)
         return found
+
+
+@contextlib.contextmanager
+def as_torch_dist(args: Any) -> Iterator[None]:
+    """Have Megatron save in the format that fits all layouts."""
+    before = args.ckpt_format, args.use_dist_ckpt
+    args.ckpt_format, args.use_dist_ckpt = "torch_dist", True
+    try:
+        yield
+    finally:
+        args.ckpt_format, args.use_dist_ckpt = before
+
+
+def in_the_format_found(original: Any) -> Any:
+    """`load_checkpoint` of a job with `--ckpt-format torch`: in whichever format the job before it has saved."""
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        job_args = get_args()
+        found = _format_found(job_args)
+        with as_torch_dist(job_args) if found == checkpointing.CheckpointType.GLOBAL else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return load
+
+
+def _format_found(args: Any) -> Any:
+    """Return Megatron's name for the format of the checkpoint that is to be loaded; None if there is none."""
+    return checkpointing._load_base_checkpoint(args.load, args, rank0=True)[-1] if args.load else None
+
+
+def _refuse_files_of_slots(args: Any) -> None:
+    if args.ckpt_format == TORCH and _format_found(args) == checkpointing.CheckpointType.LEGACY:
+        raise Refused(
+            f"the checkpoint in {args.load} has one file for each slot of the nominal layout, and some slots are lost",
+            way_out="start with full-width replicas, and save once with --ckpt-format torch_dist",
+        )
 
 
 class _Recut:
