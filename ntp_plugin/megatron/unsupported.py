@@ -98,7 +98,9 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--fp4-format", _given("fp4")),
     Refusal(
         flag="--ckpt-format",
-        applies=lambda args: _has_checkpoints(args) and args.ckpt_format not in ("torch_dist", "torch"),
+        applies=lambda args: (
+            _has_checkpoints(args) and getattr(args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch")
+        ),
         why="is for FSDP, which is not built yet for replicas of different width",
         way_out="--ckpt-format torch_dist",
     ),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-NTP_COMMANDS = {"chaos", "copies", "plan", "report", "run", "simulate", "status", "store"}
+NTP_COMMANDS = {"chaos", "check", "copies", "plan", "report", "run", "simulate", "status", "store"}
 _TARGET = re.compile(r"^([\w-]+):", re.MULTILINE)
 _MAKE = re.compile(r"(?:^|`|&& |=\w+ )make ([\w-]+)", re.MULTILINE)
 _NTP = re.compile(r"`ntp (\w[\w-]*)")
