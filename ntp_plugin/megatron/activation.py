@@ -150,6 +150,7 @@ def _with_layout(original: Any) -> Any:
             rank=args.rank,
         )
         refuse_what_does_not_work(args, policy, layout)
+        args.num_distributed_optimizer_instances = 1  # lanes are sharded over all replicas
         SwitchedOff(args).for_layout(degraded=layout.degraded, reports=layout.rank == 0)
         args.world_size = layout.topology.size
         try:

@@ -100,6 +100,11 @@ CHANGES: tuple[DegradedChange, ...] = (
         " since the newest copies are taken again",
     ),
     DegradedChange(
+        flag="--num-distributed-optimizer-instances",
+        applies=_above("num_distributed_optimizer_instances", 1),
+        change="the optimizer's state is sharded once over all replicas, and by instances again when all slots are back",
+    ),
+    DegradedChange(
         flag="--overlap-grad-reduce",
         applies=_given("overlap_grad_reduce"),
         change="buckets are cut by the sizes of full parameters, so that all widths have the same",

@@ -102,7 +102,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 def with_whole_buffers(ddp_config: Any) -> Any:
     """Return the configuration of DDP without a distributed optimizer; it still waits for parameters."""
     whole = copy.copy(ddp_config)
-    whole.use_distributed_optimizer = False
+    whole.use_distributed_optimizer, whole.num_distributed_optimizer_instances = False, 1
     return whole
 
 

@@ -78,8 +78,9 @@ def whole_parameters(stepped: Mapping[str, torch.Tensor], naming: Naming, layout
 
 
 def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, layout: Layout) -> list[Stepped]:
-    """Return the slices of `DistributedOptimizer`. Each slot of a TP group has a whole of replicated tensors."""
-    found = []
+    """Return the slices of `DistributedOptimizer`. Each slot of a TP group has a whole of replicated tensors, and each
+    instance of the optimizer (`--num-distributed-optimizer-instances`) a whole of all."""
+    found, instance = [], f"i{optimizer.distributed_optimizer_instance_id}" * (_instances_of(optimizer) > 1)
     pairs = [
         *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
         *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
@@ -87,10 +88,14 @@ def megatrons_shards(optimizer: Any, names: Mapping[Any, str], naming: Naming, l
     for parameters, shards in pairs:
         for parameter, shard in zip(parameters, shards, strict=True):
             name, places = names[parameter], optimizer._get_model_param_range_map(parameter)["param"]
-            whole = naming.stage(name) + f"t{layout.slot.tp}" * (not naming.tensors[name].family)
+            whole = instance + naming.stage(name) + f"t{layout.slot.tp}" * (not naming.tensors[name].family)
             tensor_slice = naming.tensor_slice(name, naming.places(name), places.start, places.end, whole)
             found.append(Stepped(parameter=shard, tensor_slices=((tensor_slice, 0),)))
     return found
+
+
+def _instances_of(optimizer: Any) -> int:
+    return int(optimizer.ddp_config.num_distributed_optimizer_instances)
 
 
 def shards_of_lanes(sync: LaneSync, naming: Naming) -> list[Stepped]:
