@@ -102,7 +102,7 @@ CHANGES: tuple[DegradedChange, ...] = (
     DegradedChange(
         flag="--num-distributed-optimizer-instances",
         applies=_above("num_distributed_optimizer_instances", 1),
-        change="the optimizer's state is sharded once over all replicas, and by instances again when all slots are back",
+        change="optimizer state is sharded once over all replicas, and by instances again when all slots are back",
     ),
     DegradedChange(
         flag="--overlap-grad-reduce",
