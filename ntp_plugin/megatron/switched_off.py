@@ -16,7 +16,7 @@ IN_A_DEGRADED_LAYOUT: Mapping[str, str] = {
 }
 """Argument -> what happens without it."""
 FOR_GOOD = frozenset({"tp_comm_overlap"})
-"""These stay off when all slots are back."""
+"""These stay off after the first change of ranks, whatever the layout: a new process has no part in them."""
 
 
 def flag_of(argument: str) -> str:
@@ -24,9 +24,9 @@ def flag_of(argument: str) -> str:
     return "--" + argument.replace("_", "-")
 
 
-def wanted(given: Mapping[str, bool], *, degraded: bool, was_degraded: bool) -> dict[str, bool]:
-    """Return the value of each option in a layout, from what the recipe gives."""
-    return {name: on and not degraded and not (was_degraded and name in FOR_GOOD) for name, on in given.items()}
+def wanted(given: Mapping[str, bool], *, degraded: bool) -> dict[str, bool]:
+    """Return the value of each option in a layout that is not the first, from what the recipe gives."""
+    return {name: on and not degraded and name not in FOR_GOOD for name, on in given.items()}
 
 
 class SwitchedOff:
@@ -35,20 +35,20 @@ class SwitchedOff:
     def __init__(self, args: Any) -> None:
         self._args = args
         self._given = {name: bool(getattr(args, name, False)) for name in IN_A_DEGRADED_LAYOUT}
-        self._was_degraded = False
+        self._reported: set[str] = set()
 
     def for_layout(self, configs: Iterable[Any] = (), *, degraded: bool, reports: bool) -> None:
-        """Set the options for a layout, before a model is built for it.
+        """Set the options for a layout after a change of ranks, or for a degraded start, before a model is built.
 
         Args:
             configs: The configurations of models that exist already.
             degraded: Whether a slot is lost in this layout.
             reports: Whether this rank logs what is left out.
         """
-        values = wanted(self._given, degraded=degraded, was_degraded=self._was_degraded)
-        if reports and degraded and not self._was_degraded:
-            for name in (name for name, on in self._given.items() if on):
-                _LOG.warning("%s is left out in a degraded layout: %s", flag_of(name), IN_A_DEGRADED_LAYOUT[name])
-        self._was_degraded = self._was_degraded or degraded
+        values = wanted(self._given, degraded=degraded)
+        left_out = {name for name, on in self._given.items() if on and not values[name]}
+        for name in sorted(left_out - self._reported) if reports else ():
+            _LOG.warning("%s is left out: %s", flag_of(name), IN_A_DEGRADED_LAYOUT[name])
+        self._reported |= left_out
         for holder in (self._args, *configs):
             vars(holder).update({name: value for name, value in values.items() if hasattr(holder, name)})

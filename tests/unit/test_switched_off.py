@@ -12,15 +12,13 @@ GIVEN = {"defer_embedding_wgrad_compute": True, "tp_comm_overlap": True}
 
 
 def test_user_buffers_stay_off_when_all_slots_are_back_and_a_deferred_gradient_does_not():
-    assert wanted(GIVEN, degraded=False, was_degraded=False) == GIVEN
-    assert not any(wanted(GIVEN, degraded=True, was_degraded=False).values())
-    back = wanted(GIVEN, degraded=False, was_degraded=True)
-    assert back == {"defer_embedding_wgrad_compute": True, "tp_comm_overlap": False}
+    assert not any(wanted(GIVEN, degraded=True).values())
+    assert wanted(GIVEN, degraded=False) == {"defer_embedding_wgrad_compute": True, "tp_comm_overlap": False}
 
 
 def test_an_option_that_a_recipe_does_not_give_is_never_switched_on():
     off = dict.fromkeys(GIVEN, False)
-    assert wanted(off, degraded=False, was_degraded=True) == off
+    assert wanted(off, degraded=False) == off
 
 
 def test_arguments_and_configurations_are_set_and_one_rank_says_so_once(caplog):
