@@ -16,7 +16,7 @@ from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, nominal_batch, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
@@ -40,6 +40,7 @@ class JobPlan:
         self.make_groups, self.alone = make_groups, alone
         taken_together(args, layout.topology.dp)  # refused here, before anything is built
         self._plan = plan
+        self._shared_out: dict[int, tuple[NominalBatch, Share]] = {}
 
     @property
     def planned(self) -> bool:
@@ -62,20 +63,26 @@ class JobPlan:
 
     @property
     def batch(self) -> NominalBatch:
-        """The global batch as full-width replicas would share it out."""
-        topology, batch = self.layout.topology, self.plan.nominal.batch
-        return NominalBatch(
-            replicas=topology.dp,
-            per_replica=batch.micro_batches_per_replica(topology.dp),
-            micro_batch=batch.micro_batch,
-            stages=topology.pp,
-            healthy_ns=self.plan.batch.nominal_ns,
-        )
+        """The global batch of the step under way, as full-width replicas would share it out."""
+        return self.shared_out(self.args.global_batch_size)[0]
 
     @property
     def share(self) -> Share:
-        """The part of the global batch that this rank's replica computes."""
-        return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        """The part of it that this rank's replica computes."""
+        return self.shared_out(self.args.global_batch_size)[1]
+
+    def batch_at(self, _: int) -> tuple[NominalBatch, Share]:
+        """Return the same for the step that begins after this number of samples."""
+        return self.shared_out(self.args.global_batch_size)
+
+    def shared_out(self, global_batch: int) -> tuple[NominalBatch, Share]:
+        """Return a global batch of this size and this replica's share of it; both follow from size and layout alone."""
+        if global_batch not in self._shared_out:
+            split, replica = self.plan.split_of(global_batch), self.layout.slot.replica
+            nominal = nominal_batch(self.plan.nominal, global_batch)
+            share = next(share for share in split.shares if share.replica == replica)
+            self._shared_out[global_batch] = nominal, share
+        return self._shared_out[global_batch]
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
