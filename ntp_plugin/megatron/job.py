@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
 from ntp_plugin.errors import PlansDiffer
+from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.layout import Layout
@@ -38,7 +40,9 @@ class JobPlan:
         """`alone` makes a group of this rank alone."""
         self.layout, self.policy, self.args = layout, policy, args
         self.make_groups, self.alone = make_groups, alone
-        taken_together(args, layout.topology.dp)  # refused here, before anything is built
+        self._schedule = batch_schedule(args)
+        self._schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
+        taken_together(args, layout.topology.dp, self._schedule.sizes)  # refused here, before anything is built
         self._plan = plan
         self._shared_out: dict[int, tuple[NominalBatch, Share]] = {}
 
@@ -57,23 +61,23 @@ class JobPlan:
         nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, units))
         self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
         digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, self._plan.digest)
+        dist.all_gather_object(digests, f"{self._plan.digest} {self._schedule}")
         _compare(digests, self.layout)
         return self._plan
 
     @property
     def batch(self) -> NominalBatch:
         """The global batch of the step under way, as full-width replicas would share it out."""
-        return self.shared_out(self.args.global_batch_size)[0]
+        return self.shared_out(get_current_global_batch_size())[0]
 
     @property
     def share(self) -> Share:
         """The part of it that this rank's replica computes."""
-        return self.shared_out(self.args.global_batch_size)[1]
+        return self.shared_out(get_current_global_batch_size())[1]
 
-    def batch_at(self, _: int) -> tuple[NominalBatch, Share]:
+    def batch_at(self, consumed: int) -> tuple[NominalBatch, Share]:
         """Return the same for the step that begins after this number of samples."""
-        return self.shared_out(self.args.global_batch_size)
+        return self.shared_out(self._schedule.at(consumed))
 
     def shared_out(self, global_batch: int) -> tuple[NominalBatch, Share]:
         """Return a global batch of this size and this replica's share of it; both follow from size and layout alone."""
@@ -86,12 +90,14 @@ class JobPlan:
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
-    """Return the job with nobody lost, as planning describes it."""
-    together = taken_together(args, layout.topology.dp)
+    """Return the job with nobody lost, as planning describes it: with the largest global batch that it will have."""
+    schedule = batch_schedule(args)
+    schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
+    together = taken_together(args, layout.topology.dp, schedule.sizes)
     return Nominal(
         topology=layout.topology,
         units=units,
-        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=args.global_batch_size),
+        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=schedule.largest),
         state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
         hardware=Hardware(),
         policy=_without_copies(policy),

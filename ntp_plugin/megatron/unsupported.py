@@ -116,8 +116,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--use-precision-aware-optimizer"),
     _not_built("--optimizer-cpu-offload"),
     _not_built("--check-weight-hash-across-dp-replicas-interval"),
-    _not_built("--rampup-batch-size"),
-    _not_built("--step-batch-size-schedule"),
     _not_built("--decrease-batch-size-if-needed"),
     _not_built("--num-distributed-optimizer-instances", _above("num_distributed_optimizer_instances")),
     _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
