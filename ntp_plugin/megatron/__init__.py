@@ -21,6 +21,7 @@ replaced from the start (`--ntp-dropout`), since a later degraded run would draw
     groups.py           Megatron's process groups, without the lost ranks
     job.py              the recovery plan that all ranks compute and compare
     job_shape.py        PURE: what planning needs to know of Megatron's arguments
+    batch_schedule.py   which global batch a step has
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
     pipeline.py         sends activations and gradients between stages of different width

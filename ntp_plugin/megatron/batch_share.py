@@ -178,4 +178,4 @@ class BatchShare:
 
     def samples(self, dataset: Any, consumed: int) -> Any:
         """Return the batch sampler of the training set."""
-        return ReplicaSamples(nominal=self._job.batch, share=self._job.share, consumed=consumed, available=len(dataset))
+        return ReplicaSamples(batch_at=self._job.batch_at, consumed=consumed, available=len(dataset))

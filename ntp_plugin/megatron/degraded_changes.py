@@ -69,6 +69,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         change="stays as it is: a degraded replica runs fewer micro-batches, and the others run its share",
     ),
     DegradedChange(
+        flag="--step-batch-size-schedule",
+        applies=_given("step_batch_size_schedule"),
+        change="each size is shared out among the replicas by their widths; a size that does not divide over full-width"
+        " replicas is refused at the start",
+    ),
+    DegradedChange(
         flag="--fp16",
         applies=_given("fp16"),
         change="a micro-batch of a degraded replica weighs as in a full-width one, so the same gradients overflow",

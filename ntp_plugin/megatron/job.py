@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, TrainingPolicy
 from ntp_plugin.errors import PlansDiffer
+from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, nominal_batch, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
 _NO_COPIES = CopyPolicy(count=0)
@@ -38,8 +40,11 @@ class JobPlan:
         """`alone` makes a group of this rank alone."""
         self.layout, self.policy, self.args = layout, policy, args
         self.make_groups, self.alone = make_groups, alone
-        taken_together(args, layout.topology.dp)  # refused here, before anything is built
+        self._schedule = batch_schedule(args)
+        self._schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
+        taken_together(args, layout.topology.dp, self._schedule.sizes)  # refused here, before anything is built
         self._plan = plan
+        self._shared_out: dict[int, tuple[NominalBatch, Share]] = {}
 
     @property
     def planned(self) -> bool:
@@ -56,35 +61,43 @@ class JobPlan:
         nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, units))
         self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
         digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, self._plan.digest)
+        dist.all_gather_object(digests, f"{self._plan.digest} {self._schedule}")
         _compare(digests, self.layout)
         return self._plan
 
     @property
     def batch(self) -> NominalBatch:
-        """The global batch as full-width replicas would share it out."""
-        topology, batch = self.layout.topology, self.plan.nominal.batch
-        return NominalBatch(
-            replicas=topology.dp,
-            per_replica=batch.micro_batches_per_replica(topology.dp),
-            micro_batch=batch.micro_batch,
-            stages=topology.pp,
-            healthy_ns=self.plan.batch.nominal_ns,
-        )
+        """The global batch of the step under way, as full-width replicas would share it out."""
+        return self.shared_out(get_current_global_batch_size())[0]
 
     @property
     def share(self) -> Share:
-        """The part of the global batch that this rank's replica computes."""
-        return next(share for share in self.plan.batch.shares if share.replica == self.layout.slot.replica)
+        """The part of it that this rank's replica computes."""
+        return self.shared_out(get_current_global_batch_size())[1]
+
+    def batch_at(self, consumed: int) -> tuple[NominalBatch, Share]:
+        """Return the same for the step that begins after this number of samples."""
+        return self.shared_out(self._schedule.at(consumed))
+
+    def shared_out(self, global_batch: int) -> tuple[NominalBatch, Share]:
+        """Return a global batch of this size and this replica's share of it; both follow from size and layout alone."""
+        if global_batch not in self._shared_out:
+            split, replica = self.plan.split_of(global_batch), self.layout.slot.replica
+            nominal = nominal_batch(self.plan.nominal, global_batch)
+            share = next(share for share in split.shares if share.replica == replica)
+            self._shared_out[global_batch] = nominal, share
+        return self._shared_out[global_batch]
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
-    """Return the job with nobody lost, as planning describes it."""
-    together = taken_together(args, layout.topology.dp)
+    """Return the job with nobody lost, as planning describes it: with the largest global batch that it will have."""
+    schedule = batch_schedule(args)
+    schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
+    together = taken_together(args, layout.topology.dp, schedule.sizes)
     return Nominal(
         topology=layout.topology,
         units=units,
-        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=args.global_batch_size),
+        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=schedule.largest),
         state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
         hardware=Hardware(),
         policy=_without_copies(policy),

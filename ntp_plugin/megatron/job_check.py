@@ -14,6 +14,8 @@ from typing import Any
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Model, Parallel, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron import activation, recipe_check
+from ntp_plugin.megatron.batch_schedule import FLAG as SCHEDULE
+from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.unsupported import unsupported_live
@@ -62,11 +64,14 @@ def check_job(flags: Sequence[str], ranks: StartedRanks) -> JobCheck:
 def _examined(check: JobCheck, args: Any, policy: TrainingPolicy) -> JobCheck:
     """Add what only an accepted job has; planning may still refuse it, as at the start of the job."""
     knows_vocabulary, args = bool(args.vocab_size or args.padded_vocab_size), derived(args, check.topology)
-    flag = "--global-batch-size"
+    schedule = batch_schedule(args)
+    flag = "--global-batch-size" if args.step_batch_size_schedule is None else SCHEDULE
     try:
-        taken_together(args, check.topology.dp)
+        if flag == SCHEDULE:
+            schedule.require_equal_replicas(args.micro_batch_size, check.topology.dp)
+        taken_together(args, check.topology.dp, schedule.sizes)
         flag = "the layout"
-        nominal = _nominal(check.topology, args, policy)
+        nominal = _nominal(check.topology, args, policy, schedule)
         plan_recovery(_layout_alone(nominal), lost=frozenset())
         flag = "--ntp-gpu-memory-gb"
         nominal = as_allowed(within_memory(nominal))
@@ -92,6 +97,8 @@ def _require_a_live_job(args: Any, policy: TrainingPolicy) -> None:
     small = {name: value for name in _SIZES if (value := getattr(args, name)) is not None and value < 1}
     if small:
         raise ConfigError(f"{_flags(small)} below 1", way_out="give a size of 1 or more")
+    if args.step_batch_size_schedule is not None and args.global_batch_size is not None:
+        raise ConfigError(f"{SCHEDULE} and --global-batch-size: Megatron would not start", way_out="give one of them")
     missing = [name for name in _REQUIRED if getattr(args, name) is None and not _is_hybrid(args, name)]
     if missing:
         raise ConfigError(f"{_flags(missing)} missing: Megatron would not start", way_out="give all flags of the job")
@@ -123,9 +130,9 @@ def _topology(args: Any, policy: TrainingPolicy, ranks: StartedRanks) -> Topolog
 
 def _assumed_size(args: Any, replica: int) -> int:
     """Return a number of processes that this command line could have: a host of eight, or two replicas, if the global
-    batch divides."""
+    batch divides in all of its sizes."""
     most = max(2, _USUAL_HOST // replica)
-    micro_batches = (args.global_batch_size or 0) // (args.micro_batch_size or 1)
+    micro_batches = math.gcd(*(size or 0 for size in batch_schedule(args).sizes)) // (args.micro_batch_size or 1)
     return int(replica * next((count for count in range(most, 0, -1) if micro_batches % count == 0), 1))
 
 
@@ -172,13 +179,13 @@ def _chunks(args: Any) -> int | None:
 # ---------------------------------------------------------------- the job as planning sees it
 
 
-def _nominal(topology: Topology, args: Any, policy: TrainingPolicy) -> Nominal:
-    together = taken_together(args, topology.dp)
+def _nominal(topology: Topology, args: Any, policy: TrainingPolicy, schedule: BatchSchedule) -> Nominal:
+    together = taken_together(args, topology.dp, schedule.sizes)
     guard = guard_of(args, math.inf if policy.gpu_memory_gb is None else policy.gpu_memory_gb * 1e9)
     return Nominal(
         topology=topology,
         units=_units(guard.model, args, policy, topology),
-        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=args.global_batch_size),
+        batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=schedule.largest),
         state=guard.state,
         hardware=Hardware(),
         policy=policy,

@@ -1,5 +1,6 @@
 """What planning needs to know of Megatron's arguments. PURE."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from ntp_plugin.config.sections import Model, State
@@ -37,16 +38,17 @@ def guard_of(args: Any, limit: float) -> Guard:
     )
 
 
-def taken_together(args: Any, replicas: int) -> int:
-    """Return how many micro-batches a replica can only run together."""
+def taken_together(args: Any, replicas: int, batches: Iterable[int]) -> int:
+    """Return how many micro-batches a replica can only run together; `batches` are all sizes of the global batch."""
     if args.virtual_pipeline_model_parallel_size is None:
         return 1
     together: int = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
-    each = args.global_batch_size // (args.micro_batch_size * replicas)
-    if each % together:
-        raise Refused(
-            f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
-            "replicas of different width cannot share them",
-            way_out=f"--global-batch-size with a multiple of {args.micro_batch_size * replicas * together}",
-        )
+    for size in batches:
+        each = size // (args.micro_batch_size * replicas)
+        if each % together:
+            raise Refused(
+                f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
+                "replicas of different width cannot share them",
+                way_out=f"a global batch that is a multiple of {args.micro_batch_size * replicas * together}",
+            )
     return together

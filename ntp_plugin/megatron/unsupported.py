@@ -117,8 +117,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--init-model-with-meta-device"),
     _not_built("--use-precision-aware-optimizer"),
     _not_built("--optimizer-cpu-offload"),
-    _not_built("--rampup-batch-size"),
-    _not_built("--step-batch-size-schedule"),
     _not_built("--decrease-batch-size-if-needed"),
     _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
     _not_built("--expert-tensor-parallel-num-weight-shards"),

@@ -143,6 +143,15 @@ class RecoveryPlan:
     block_deals: tuple[BlockDeal, ...]
     resettled_copies: tuple[Resettled, ...] | tuple[ParityGroup, ...]
 
+    def split_of(self, global_batch: int) -> BatchSplit:
+        """Split a global batch of any size in the layout of this plan; memory was planned for the nominal size.
+
+        Paces follow from the widths, and nothing is owed.
+        """
+        nominal, surviving = self.nominal, self.nominal.surviving(frozenset(self.lost))
+        paces = replica_paces(nominal, surviving, {}, _splits(nominal, surviving))
+        return split_batch(paces, nominal_batch(nominal, global_batch), nominal.policy.batch)
+
     @functools.cached_property
     def digest(self) -> str:
         """Equal on every rank that computed the same plan, different otherwise."""
@@ -201,7 +210,7 @@ def plan_recovery(
             for stage, stage_units in enumerate(units.stages)
         ),
         batch=split_batch(
-            replica_paces(nominal, after, measured or {}, splits), _nominal_batch(nominal), policy.batch, owed=owed
+            replica_paces(nominal, after, measured or {}, splits), nominal_batch(nominal), policy.batch, owed=owed
         ),
         transfers=plan_transfers(change),
         block_deals=plan_block_deals(change),
@@ -239,14 +248,17 @@ def replica_paces(
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """Split the batch among these replicas alone, at full width."""
     paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits))
-    return split_batch(paces, _nominal_batch(nominal), nominal.policy.batch)
+    return split_batch(paces, nominal_batch(nominal), nominal.policy.batch)
 
 
-def _nominal_batch(nominal: Nominal) -> NominalBatch:
+def nominal_batch(nominal: Nominal, global_batch: int | None = None) -> NominalBatch:
+    """Return the global batch as full-width replicas would share it out; `global_batch` if it is not the nominal
+    one."""
+    batch = nominal.batch if global_batch is None else dataclasses.replace(nominal.batch, global_batch=global_batch)
     return NominalBatch(
         replicas=nominal.topology.dp,
-        per_replica=nominal.batch.micro_batches_per_replica(nominal.topology.dp),
-        micro_batch=nominal.batch.micro_batch,
+        per_replica=batch.micro_batches_per_replica(nominal.topology.dp),
+        micro_batch=batch.micro_batch,
         stages=nominal.topology.pp,
         healthy_ns=HEALTHY_NS,
     )

@@ -61,6 +61,8 @@ class Loop:
         self._apply: Callable[[bool], Any] = _nothing
         self.inside = False
         """Whether a section is in flight."""
+        self._number = 0
+        """The number of the newest section that this process has begun."""
         self.has_begun = False
         """Whether this process has been in a section; a joining rank begins beside others that have been in some."""
         self._apart = joiner
@@ -80,8 +82,8 @@ class Loop:
         if self.inside:  # a part of another section
             return work()
         assert self.driver is not None, "sections are part of a driven job"
-        number, recalled = self.done + 1, self._surroundings.recall()
-        first = True
+        self._number = number = self.done + 1
+        recalled, first = self._surroundings.recall(), True
 
         def attempt() -> Result:
             nonlocal first
@@ -99,6 +101,11 @@ class Loop:
             return self.driver.run_with_recovery(attempt)
         finally:
             self.inside = self.in_step = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the section in flight is over, and this rank has only to return its result."""
+        return self.inside and self.done >= self._number
 
     def vote[Result](self, apply: Callable[[bool], Result], numbers: torch.Tensor) -> Result:
         """Wait for all members, sum these numbers over them, and apply.

@@ -10,27 +10,38 @@ it always gets. A replica that splits nominal micro-batches gets them split by s
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ntp_plugin.planning.batch_split import NominalBatch, Share
+
+type BatchAt = Callable[[int], tuple[NominalBatch, Share]]
+"""(consumed samples) -> the global batch of the step that begins there, and the replica's share of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSamples:
-    """The samples of one replica, micro-batch by micro-batch, from the sample after the first `consumed` ones."""
+    """The samples of one replica, micro-batch by micro-batch, from the sample after the first `consumed` ones.
 
-    nominal: NominalBatch
-    share: Share
+    A loader reads ahead of the training, so the size of a batch is asked for by the samples before it, and never of the
+    step that is under way.
+    """
+
+    batch_at: BatchAt
     consumed: int
     available: int
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield one list for each micro-batch, step after step, as long as there are full global batches."""
-        size = self.nominal.total * self.nominal.micro_batch
-        for start in range(self.consumed, self.available - size + 1, size):
-            for place in places(self.nominal, self.share):
-                first = start + place * self.share.size
-                yield list(range(first, first + self.share.size))
+        start = self.consumed
+        while True:
+            nominal, share = self.batch_at(start)
+            end = start + nominal.total * nominal.micro_batch
+            if end > self.available:
+                return
+            for place in places(nominal, share):
+                first = start + place * share.size
+                yield list(range(first, first + share.size))
+            start = end
 
     def __len__(self) -> int:
         """The samples in the data set, as Megatron's samplers report them."""

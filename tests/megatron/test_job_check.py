@@ -40,6 +40,11 @@ script("odd ranks", own=("--world-size", "6"))
 script("zero", "--tensor-model-parallel-size", "0", "--micro-batch-size", "-1")
 script("no number", "--num-layers", "two")
 script("batch", "--global-batch-size", "3", own=("--world-size", "8"))
+script("two batches", "--step-batch-size-schedule", "0:8 1K:16")
+for name, sizes, own in (("schedule", "0:8 1K:16", ()), ("uneven schedule", "0:8 1K:18", ("--world-size", "16")),
+                         ("no schedule", "8", ())):
+    model = " ".join(MODEL).replace("--global-batch-size 16 ", "").split()
+    check(name, ["pretrain_gpt.py", *model, "--step-batch-size-schedule", sizes, "--ntp-enable"], own=("--json", *own))
 script("lost", "--ntp-lost", "r0.s0.t0")
 check("no layers", ["--json", "pretrain_gpt.py", "--hidden-size", "64"])
 check("recipe", ["--json", sys.argv[1], "--ntp-copies-protect", "all"])
@@ -155,10 +160,18 @@ def test_what_changes_while_ranks_are_lost(found):
     assert {"--global-batch-size", "--hidden-dropout", "--attention-dropout"} <= few
 
 
+def test_a_schedule_of_batches(found):
+    """The assumed ranks, and the share of a degraded replica, suit all of its sizes."""
+    check = found("schedule", 0)
+    assert check["topology"]["dp"] == 2
+    assert "--step-batch-size-schedule" in {option["flag"] for option in check["changes"]}
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "why"),
     [
         ("interleaved", "--global-batch-size", "an interleaved pipeline takes them in groups of 2"),
+        ("uneven schedule", "--step-batch-size-schedule", "a global batch of 18 does not divide over 4 replicas"),
         ("too little memory", "--ntp-gpu-memory-gb", "does not fit into"),
         ("too few hosts", "copies", "xor:2 needs 2 node domains"),
     ],
@@ -178,6 +191,8 @@ def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
         ("no number", "invalid int value: 'two'"),
         ("no layers", "--num-layers, --num-attention-heads, --seq-length missing"),
         ("batch", "global_batch = 3 is not a multiple of micro_batch x dp = 1 x 2"),
+        ("two batches", "--step-batch-size-schedule and --global-batch-size"),
+        ("no schedule", 'Invalid schedule entry "8"'),
         ("lost", "leave --ntp-lost out"),
     ],
 )

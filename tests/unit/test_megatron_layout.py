@@ -118,6 +118,8 @@ def arguments(**changes):
         {"save": "/checkpoints", "load": "/checkpoints", "ckpt_format": "torch_dist", "async_save": True},
         {"save": "/checkpoints", "ckpt_assume_constant_structure": True},
         {"ckpt_format": "torch", "use_distributed_optimizer": True},
+        {"step_batch_size_schedule": "0:8 1M:16"},
+        {"rampup_batch_size": [2, 2, 100]},  # which Megatron ignores
         {"iterations_to_skip": [], "perform_initialization": True, "cross_entropy_fusion_impl": "native"},
     ],
 )
@@ -142,7 +144,6 @@ def test_supported_settings_pass(changes):
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format"),
         ({"load_main_params_from_ckpt": True}, "--load-main-params-from-ckpt"),
-        ({"rampup_batch_size": [2, 2, 100]}, "--rampup-batch-size"),
         ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
         ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
         ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),

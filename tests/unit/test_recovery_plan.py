@@ -113,6 +113,16 @@ def test_a_measured_pace_overrules_the_one_that_widths_suggest():
     assert guessed.digest != slow.digest
 
 
+@pytest.mark.parametrize("gb", [None, 0.002])
+def test_another_global_batch_is_split_as_by_a_plan_of_its_own(gb):
+    """In one layout; with a memory limit, in micro-batches of the same size."""
+    hardware = {} if gb is None else {"hardware": {"gpu_memory_gb": gb}, "seq": 128}
+    sizes = {size: eight_by_two(batch={"micro_batch": 4, "global_batch": size}, **hardware) for size in (64, 160)}
+    lost = parse_slots(["r1.s0.t2", "r2.s1.t0"], sizes[64].topology)
+    plans = {size: plan_recovery(nominal, lost=lost) for size, nominal in sizes.items()}
+    assert plans[160].split_of(64) == plans[64].batch != plans[160].batch == plans[160].split_of(160)
+
+
 LOST = ("r1.s0.t2",)
 FOURS = {"micro_batch": 4, "global_batch": 64}
 

@@ -1,5 +1,8 @@
 """Which samples a replica computes: all of each batch, nothing twice; a nominal replica computes its usual ones."""
 
+import functools
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +15,13 @@ def samples(paces, nominal, *, consumed=0, steps=2, splits=1):
     split = split_batch({r: ReplicaPace(ns=ns, splits=splits) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
     available = consumed + steps * nominal.total * nominal.micro_batch + 1
     return [
-        ReplicaSamples(nominal=nominal, share=share, consumed=consumed, available=available) for share in split.shares
+        ReplicaSamples(batch_at=functools.partial(the_same, nominal, share), consumed=consumed, available=available)
+        for share in split.shares
     ]
+
+
+def the_same(nominal, share, _consumed):
+    return nominal, share
 
 
 @given(st.lists(st.integers(10, 40), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
@@ -44,3 +52,24 @@ def test_a_split_nominal_micro_batch_has_the_same_samples():
     first, second = samples([10, 10], nominal, steps=1, splits=2)
     assert list(first) == [[0, 1], [2, 3], [8, 9], [10, 11]]
     assert list(second) == [[4, 5], [6, 7], [12, 13], [14, 15]]
+
+
+@given(st.lists(st.integers(10, 40), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=2, max_size=5))
+def test_each_step_consumes_its_own_batch_if_batches_change(paces, sizes):
+    """A loader reads ahead, so the sampler asks for the batch of each step by the samples before it."""
+    steps, end = {}, 3
+    for per_replica in sizes:
+        nominal = NominalBatch(replicas=len(paces), per_replica=per_replica, micro_batch=2, stages=1, healthy_ns=10)
+        split = split_batch({r: ReplicaPace(ns=ns) for r, ns in enumerate(paces)}, nominal, BatchPolicy())
+        steps[end] = nominal, split.shares
+        end += nominal.total * nominal.micro_batch
+    used = {start: [] for start in steps}
+    for replica in range(len(paces)):
+        shares = {start: (nominal, shares[replica]) for start, (nominal, shares) in steps.items()}
+        shares[end] = shares[3]  # the data set has ended, whatever comes next
+        batches = iter(ReplicaSamples(batch_at=shares.__getitem__, consumed=3, available=end))
+        for start in steps:
+            used[start] += [index for batch in itertools.islice(batches, shares[start][1].count) for index in batch]
+        assert not list(batches)
+    for start, stop in itertools.pairwise((*steps, end)):
+        assert sorted(used[start]) == list(range(start, stop))

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import megatron.core
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.hooks import nominal_firsts, of_masks
@@ -181,12 +182,13 @@ class MegatronJob:
             self._alone.over = True
             self.rank.watch()
         self.trainer.resume()
+        # Megatron's loop saves a checkpoint where it finds another number of micro-batches than it began with.
+        update_num_microbatches(self.args.consumed_train_samples, consistency_check=False)
         self.loop.driver = self.driver
         self._record_start()
 
     def _record_start(self) -> None:
-        each = self.args.global_batch_size // (self.args.micro_batch_size * self.topology.dp)
-        framework = {"megatron-core": megatron.core.__version__}
+        each, framework = get_num_microbatches(), {"megatron-core": megatron.core.__version__}
         self.event_writer.write(
             self.rank.place.beginning(self._policy, self.topology, micro_batches=each, framework=framework)
         )

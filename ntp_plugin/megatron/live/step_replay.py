@@ -3,12 +3,14 @@
 A loss can interrupt a section anywhere. Then some of Megatron's timers still run that nobody stopped, or are stopped
 and should run; its rerun machine believes that it is in a step; an evaluation has switched off dropouts and timers and
 has counted samples. Loaders are at some sample, and after a recovery they must follow another share of the batch.
+Steps that are repeated have the global batches of their time, and Megatron's calculator of micro-batches follows them.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training.global_vars import get_timers
 
@@ -84,6 +86,7 @@ class LoopState:
             assert self._args.consumed_train_samples == come_to, "repeated steps consume the same samples"
         finally:
             self._args.consumed_train_samples = come_to  # also where a loss interrupts it
+            update_num_microbatches(come_to, consistency_check=False)
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.megatron import hooks
+from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
@@ -287,7 +288,8 @@ class MegatronTrainer:
         topology, lost = self._topology, self.lost
         surviving = self._plan.nominal.surviving(lost)
         size, stages = self._args.micro_batch_size, range(topology.pp)
-        shares = {share.replica: share.count * share.size // size for share in self._plan.goal.batch.shares}
+        split = self._plan.goal.split_of(self._next_batch)
+        shares = {share.replica: share.count * share.size // size for share in split.shares}
         back = [rank for rank, report in agreed.reports.items() if report.joiner]
         seconds, phases = self._rank.recovery_times()
         event = Recovered(
@@ -304,6 +306,13 @@ class MegatronTrainer:
         )
         self._event_writer.write(event)
         into_logs(event, self._args.curr_iteration + 1)
+
+    @property
+    def _next_batch(self) -> int:
+        """The global batch of the next step, also where this rank has not counted the samples of the last one yet."""
+        size = batch_schedule(self._args).at
+        consumed = self._args.consumed_train_samples
+        return size(consumed + size(consumed) if self._loop.in_step and self._loop.is_over else consumed)
 
     def _share_counts(self) -> None:
         """Send the counts of the job to joining ranks."""

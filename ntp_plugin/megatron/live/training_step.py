@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import NotFinite, PeerLost
@@ -148,6 +152,7 @@ class TrainingStep:
         args = self._args
         while copies.state_of < copies.steps:
             before, self._again = self._surroundings.recall(), True
+            update_num_microbatches(args.consumed_train_samples)
             try:
                 if self._trainer.idle:
                     self._vote(_nothing)
@@ -158,7 +163,7 @@ class TrainingStep:
                     self._trainer.state.wait_for_weights()
             finally:
                 self._again = False
-            args.consumed_train_samples += args.global_batch_size
+            args.consumed_train_samples += get_current_global_batch_size()
             before.restore()
             self._samples.drawn.clear()  # the step was recorded when it was taken first
 

@@ -46,6 +46,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """A bucket group whose gradients go into lanes, made from Megatron's own by `take_over`."""
 
     begin: Sums
+    scale: Callable[[], float]
     names: Mapping[Any, str]
     gathered: Sequence[Gathered]
     grad_reduce_handle: Reduction | None
@@ -53,14 +54,18 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     @classmethod
     def take_over(
-        cls, group: Any, begin: Sums, names: Mapping[Any, str], scale: float, gathered: Sequence[Gathered]
+        cls,
+        group: Any,
+        begin: Sums,
+        names: Mapping[Any, str],
+        scale: Callable[[], float],
+        gathered: Sequence[Gathered],
     ) -> None:
-        """Convert a bucket group of Megatron's; `begin` starts to sum its gradients."""
+        """Convert a bucket group of Megatron's; `begin` starts to sum its gradients, and `scale` is their weight in
+        the step under way."""
         group.__class__ = cls
-        group.begin, group.gathered = begin, gathered
+        group.begin, group.scale, group.gathered = begin, scale, gathered
         group.names = {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list}
-        for bucket in group.buckets:
-            bucket.gradient_scaling_factor = scale
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
         """Start to sum. A second call in the same step does nothing; Megatron makes one with the first batch."""
@@ -72,9 +77,10 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
                 check_for_large=self.ddp_config.check_for_large_grads,
             )
         with torch.no_grad():
+            scale = self.scale()
             for bucket in self.buckets:
-                if bucket.gradient_scaling_factor != 1.0:
-                    bucket.grad_data *= bucket.gradient_scaling_factor
+                if scale != 1.0:
+                    bucket.grad_data *= scale
             self.grad_reduce_handle = self.begin({name: parameter.main_grad for parameter, name in self.names.items()})
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002

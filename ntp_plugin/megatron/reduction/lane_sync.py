@@ -108,7 +108,7 @@ class LaneSync:
         summed_late = tuple(self.shards)
         for group in [group for chunk in self._chunks for group in chunk.bucket_groups]:
             begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
-            LaneBucketGroup.take_over(group, begin, names, self.scale, (*summed_late, *self.shards[-1:]))
+            LaneBucketGroup.take_over(group, begin, names, lambda: self.scale, (*summed_late, *self.shards[-1:]))
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = self.finalize
         _sum_losses_alone(self._chunks, self._job.alone())
@@ -118,7 +118,7 @@ class LaneSync:
 
     @property
     def scale(self) -> float:
-        """The weight of this replica's gradients in the sum."""
+        """The weight of this replica's gradients in the sum, in the step under way."""
         if self._job.args.calculate_per_token_loss:
             return 1.0
         if self.weighs_nominally:

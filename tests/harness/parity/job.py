@@ -49,6 +49,9 @@ class Job:
     chunks: int = 1
     """Virtual stages on each rank."""
     batch: int = 6
+    schedule: str = ""
+    """Instead of `batch`: sizes as `--step-batch-size-schedule` has them, for a job of `samples` samples."""
+    samples: int = 0
     lost: tuple[str, ...] = ()
     enabled: bool = False
     dtype: str = "float64"
@@ -82,9 +85,12 @@ class Job:
         parallel += ["--num-layers", str(max(2, self.pp * self.chunks)), "--adam-eps", self.eps]
         if self.chunks > 1 and "|" not in self.model:
             parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
-        batch = ["--global-batch-size", str(self.batch)]
         common = COMMON.replace("--mock-data", "") if "--data-path" in self.more else COMMON
-        return [*common.split(), *batch, *self.model.split(), *parallel, *plugin, *self.more.split()]
+        batch = f"--global-batch-size {self.batch}"
+        if self.schedule:  # Megatron's count of iterations would depend on the number of replicas
+            common = common.replace(f"--train-iters {STEPS}", "").replace("--lr-warmup-iters 2", "")
+            batch = f"--step-batch-size-schedule {self.schedule} --train-samples {self.samples} --lr-warmup-samples 6"
+        return [*common.split(), *batch.split(), *self.model.split(), *parallel, *plugin, *self.more.split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

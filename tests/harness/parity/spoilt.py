@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
 from ntp_plugin.megatron.checkpoint import checkpoints
+from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
-from ntp_plugin.megatron.live import hooks, unsynced
+from ntp_plugin.megatron.live import hooks, training_step, unsynced
 from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
@@ -508,3 +510,28 @@ def scale_changes_before_the_vote() -> None:
     gradients_overflow()
     _put(LossScale, "deferred", lambda _, original: original)
     _put(LossScale, "step_is_over", lambda *_, **__: None)
+
+
+def sampler_keeps_the_first_batch() -> None:
+    """The samples of a replica with a lost slot are those of the first size of the global batch, in all steps."""
+    _put(JobPlan, "batch_at", _if_degraded(JobPlan.batch_at, lambda job, _: job.shared_out(job._schedule.at(0))))
+
+
+def scale_keeps_the_first_batch() -> None:
+    """The gradients of such a replica weigh as if the global batch had its first size, in all steps."""
+
+    def scale(sync: Any) -> float:
+        job = sync._job
+        batch, share = job.shared_out(job._schedule.at(0) if job.layout.pattern else get_current_global_batch_size())
+        return float(share.count * share.size / (batch.total * batch.micro_batch))
+
+    _put(LaneSync, "scale", property(scale))
+
+
+def repeated_steps_have_the_newest_batch() -> None:
+    """The calculator of micro-batches does not follow steps that are repeated."""
+    _put(training_step, "update_num_microbatches", lambda *_, **__: None)
+
+
+def _if_degraded(original: Any, spoilt: Any) -> Any:
+    return lambda job, *args: (spoilt if job.layout.pattern else original)(job, *args)
