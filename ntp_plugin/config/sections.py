@@ -48,6 +48,20 @@ class Model:
     kv_channels: int | None = key(
         None, help="channels per head (default: hidden / heads)", at_least=1, at_most=1_000_000
     )
+    kv_lora_rank: int | None = key(
+        None,
+        help="rank of keys and values, for latent attention (default: plain attention)",
+        at_least=1,
+        at_most=1_000_000,
+    )
+    q_lora_rank: int | None = key(
+        None, help="rank of queries in latent attention (default: not projected down)", at_least=1, at_most=1_000_000
+    )
+    qk_head_dim: int = key(
+        128, help="query channels per latent head, without the rotary ones", at_least=1, at_most=1_000_000
+    )
+    qk_pos_emb_head_dim: int = key(64, help="rotary channels per latent head", at_least=1, at_most=1_000_000)
+    v_head_dim: int = key(128, help="value channels per latent head", at_least=1, at_most=1_000_000)
     ffn: int = key(help="MLP hidden size", at_least=1, at_most=100_000_000)
     vocab: int = key(help="vocabulary size before padding", at_least=1, at_most=100_000_000)
     vocab_multiple: int = key(
@@ -60,7 +74,17 @@ class Model:
 
     def __post_init__(self) -> None:
         require_valid(self)
-        if self.kv_channels is None and self.hidden % self.heads:
+        if self.q_lora_rank is not None and not self.is_latent:
+            raise ConfigError(
+                f"q_lora_rank = {self.q_lora_rank} is of latent attention, and kv_lora_rank is missing",
+                way_out="set kv_lora_rank too, or leave q_lora_rank out",
+            )
+        if self.is_latent and self.query_groups != self.heads:
+            raise ConfigError(
+                f"latent attention has no query groups, and groups = {self.groups} is not heads = {self.heads}",
+                way_out="leave groups out",
+            )
+        if self.kv_channels is None and not self.is_latent and self.hidden % self.heads:
             raise ConfigError(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}",
                 way_out="change one, or set kv_channels",
@@ -74,6 +98,21 @@ class Model:
     @property
     def query_groups(self) -> int:
         return self.heads if self.groups is None else self.groups
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the model has latent attention (Megatron's --multi-latent-attention)."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.is_latent else self.head_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a value head."""
+        return self.v_head_dim if self.is_latent else self.head_channels
 
     @property
     def head_channels(self) -> int:

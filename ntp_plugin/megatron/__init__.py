@@ -5,8 +5,9 @@ it from your own training script, or start the script with it:
     ntp run --nproc-per-node 8 -m ntp_plugin.megatron pretrain_gpt.py --ntp-enable ...      slots lost during training
 
 The adapter replaces some of Megatron's functions when Megatron has parsed its arguments, and only those that a degraded
-layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchanged. There is one exception: dropouts are
-replaced from the start (`--ntp-dropout`), since a later degraded run would draw other masks otherwise.
+layout needs. With nobody lost, or without `--ntp-enable`, Megatron runs unchanged. There are two exceptions, since a
+later degraded run would differ otherwise: dropouts are replaced from the start (`--ntp-dropout`), and gradients that
+Megatron leaves partial in latent attention without `--sequence-parallel` are completed.
 
     __main__.py         starts a script with the `--ntp-...` flags registered
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
@@ -33,6 +34,7 @@ replaced from the start (`--ntp-dropout`), since a later degraded run would draw
 
     layers/             Megatron's layers in a degraded layout
         uneven_layers.py     layers of any width from unmodified classes, and how each parameter is cut
+        latent_attention.py  a gradient of latent attention that Megatron leaves partial
         uneven_sequence.py   sequence parallelism where the width does not divide the sequence
         dropout.py           dropout masks that do not depend on the layout
     reduction/          Megatron's gradient buckets and its distributed optimizer, lane by lane

@@ -20,7 +20,12 @@ from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu_emulation
 from ntp_plugin.megatron.layout import plan_start
 from ntp_plugin.megatron.switched_off import SwitchedOff
-from ntp_plugin.megatron.unsupported import draws_exact_masks, refuse_live, refuse_what_does_not_work
+from ntp_plugin.megatron.unsupported import (
+    draws_exact_masks,
+    has_partial_latent_keys,
+    refuse_live,
+    refuse_what_does_not_work,
+)
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.rank_context import RankContext
 
@@ -140,7 +145,7 @@ def _with_layout(original: Any) -> Any:
             validated = original(args, *rest, **kwargs)
             start.begin(args, policy)
             return validated
-        if not policy.lost and not draws_exact_masks(args, policy):
+        if not policy.lost and not draws_exact_masks(args, policy) and not _completes_gradients(args, policy):
             return original(args, *rest, **kwargs)
         layout = plan_start(
             policy.lost,
@@ -150,8 +155,9 @@ def _with_layout(original: Any) -> Any:
             rank=args.rank,
         )
         refuse_what_does_not_work(args, policy, layout)
-        args.num_distributed_optimizer_instances = 1  # lanes are sharded over all replicas
-        SwitchedOff(args).for_layout(degraded=layout.degraded, reports=layout.rank == 0)
+        if layout.degraded:
+            args.num_distributed_optimizer_instances = 1  # lanes are sharded over all replicas
+            SwitchedOff(args).for_layout(degraded=True, reports=layout.rank == 0)
         args.world_size = layout.topology.size
         try:
             validated = original(args, *rest, **kwargs)
@@ -163,6 +169,10 @@ def _with_layout(original: Any) -> Any:
         return validated
 
     return validate
+
+
+def _completes_gradients(args: Any, policy: TrainingPolicy) -> bool:
+    return policy.enabled and has_partial_latent_keys(args)
 
 
 def read_policy(args: Any) -> TrainingPolicy:

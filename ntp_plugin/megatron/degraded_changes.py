@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ntp_plugin.megatron.switched_off import IN_A_DEGRADED_LAYOUT, flag_of
-from ntp_plugin.megatron.unsupported import attention_draws_by_itself
+from ntp_plugin.megatron.unsupported import attention_draws_by_itself, has_partial_latent_keys
 from ntp_plugin.planning.job_check import ChangedOption
 
 
@@ -57,6 +57,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         flag="--sequence-parallel",
         applies=_given("sequence_parallel"),
         change="where the width does not divide the sequence, the last slots of a degraded replica carry pad rows",
+    ),
+    DegradedChange(
+        flag="--multi-latent-attention",
+        applies=has_partial_latent_keys,
+        change="without --sequence-parallel Megatron's gradients lack the heads of other TP slots in what all heads"
+        " share of the keys (Megatron-LM issue 1699); the plugin adds them, from the first step on",
     ),
     DegradedChange(
         flag="--micro-batch-size",

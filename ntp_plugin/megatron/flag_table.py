@@ -89,11 +89,6 @@ FAMILIES: tuple[FlagFamily, ...] = (
         "--fp8- --no-fp8- --keep-fp8- --first-last-layers-bf16 --num-layers-at- --reuse-grad-buf-for-mxfp8-",
     ),
     _family("--fp4-format", "--fp4-"),
-    _family(
-        "--multi-latent-attention",
-        "--q-lora- --kv-lora- --qk-head-dim --qk-pos-emb- --v-head-dim --mscale --rotary-scaling-factor --cache-mla-"
-        " --mla-",
-    ),
     _family("--experimental-attention-variant", "--dsa- --no-dsa- --linear-"),
     _family("--hybrid-layer-pattern with M (Mamba)", "--mamba- --disable-mamba-"),
     _family(
@@ -157,16 +152,19 @@ def status_of(action: argparse.Action, base: Any) -> FlagStatus:
     """
     flag = flag_of(action)
     rows = [row for row in (*TABLE, *LIVE) if row.flag.split()[0] in action.option_strings]
+    changes = [_sentence(change.change) for change in CHANGES if change.flag == flag]
     if rows:
-        return _unsupported(rows, action, base)
+        found = _unsupported(rows, action, base)
+        return (
+            found if found.status == UNSUPPORTED else dataclasses.replace(found, text=". ".join((found.text, *changes)))
+        )
     family = next((family for family in FAMILIES if _is_in(flag, family) and _is_refused(family, base)), None)
     if family is not None:
         value = f" {family.value}" if family.value else ""
         return FlagStatus(status=UNSUPPORTED, text=f"goes with {_code(family.leader + value)}")
     if flag in OLD_NAMES:
         return FlagStatus(status=UNSUPPORTED, text="Megatron itself refuses this old name")
-    texts = [_sentence(change.change) for change in CHANGES if change.flag == flag]
-    texts += [f"In a job that begins degraded it {row.why}" for row in PLANNED if row.flag == flag]
+    texts = changes + [f"In a job that begins degraded it {row.why}" for row in PLANNED if row.flag == flag]
     texts += [f"With dropout above 0 unsupported: {row.why}" for row in EXACT_MASKS if row.flag == flag]
     texts += [_sentence(CONDITIONS[flag])] if flag in CONDITIONS else []
     return FlagStatus(status=CHANGED, text=". ".join(texts)) if texts else FlagStatus(status=WORKS)

@@ -1,12 +1,13 @@
 """The table of all Megatron functions that a degraded job replaces, with the reason for each.
 
-A job that begins degraded has most of them. Masks that do not depend on the layout are installed from the start if the
-user asks for them; otherwise a run that degrades later would differ. Any other job, or one without `--ntp-enable`, has
-nothing replaced. Each line is also a request to upstream: `patches/README.md` says what would make the hook
-unnecessary. If a fork has applied a patch from there, the plugin calls the patched function instead of installing the
-hook.
+A job that begins degraded has most of them. Two kinds are installed from the start, since a run that degrades later
+would differ otherwise: masks that do not depend on the layout, and whole gradients of latent attention. Any other job,
+or one without `--ntp-enable`, has nothing replaced. Each line is also a request to upstream: `patches/README.md` says
+what would make the hook unnecessary. If a fork has applied a patch from there, the plugin calls the patched function
+instead of installing the hook.
 """
 
+import functools
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
@@ -18,13 +19,14 @@ from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_f
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
+from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.reduction.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
-from ntp_plugin.megatron.unsupported import draws_exact_masks
+from ntp_plugin.megatron.unsupported import draws_exact_masks, has_partial_latent_keys
 from ntp_plugin.patching import Offer, Replacement
 from ntp_plugin.planning.sequence_rows import SequenceRows
 
@@ -40,13 +42,14 @@ _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 def table(layout: Layout, policy: TrainingPolicy, args: Any) -> tuple[Replacement, ...]:
     """Return the hooks of one job."""
     if not layout.lost:
-        return _masks(layout, policy, args, nominal_firsts(layout, args))
+        return (*of_latent_attention(args), *_masks(layout, policy, args, nominal_firsts(layout, args)))
     job = JobPlan(layout, policy, args, make_groups=groups.by_torch(layout), alone=groups.alone)
     sync = LaneSync(job)
     share = BatchShare(job, sync)
     return (
         *_groups(layout),
         *of_a_layout(job, UnevenLayers(layout, args, granule=policy.granule), sync),
+        *of_latent_attention(args),
         *of_the_optimizer(sync),
         *_logs(sync),
         *_batch(share),
@@ -100,6 +103,11 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             make=layers.attention,
         ),
         Replacement(
+            target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
+            why="it divides the heads evenly",
+            make=layers.attention,
+        ),
+        Replacement(
             target="megatron.core.transformer.mlp:MLP.__init__",
             why="it divides the MLP's columns evenly",
             make=layers.mlp,
@@ -132,6 +140,19 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             why="the cross entropy assumes that all earlier slots are as wide as this one",
             make=layers.vocabulary_range,
             offer=rows,
+        ),
+    )
+
+
+def of_latent_attention(args: Any) -> tuple[Replacement, ...]:
+    """Return the hooks that complete the gradients of latent attention, in a full-width layout as well."""
+    if not has_partial_latent_keys(args):
+        return ()
+    return (
+        Replacement(
+            target="megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection",
+            why="the gradient of what all heads share of the keys has the heads of one slot",
+            make=functools.partial(with_whole_gradients, reports=args.rank == 0),
         ),
     )
 

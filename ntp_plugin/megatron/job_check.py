@@ -33,6 +33,7 @@ _SIZES = (
     *_REQUIRED,
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size"),
     *("global_batch_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("ffn_hidden_size", "kv_channels", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
 )
 
@@ -144,7 +145,7 @@ def derived(args: Any, topology: Topology) -> Any:
     args = copy.copy(args)
     args.hybrid_layer_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
     if args.hybrid_layer_pattern:
-        args.num_layers = sum(args.hybrid_layer_pattern.count(symbol) for symbol in "*-")
+        args.num_layers = sum(args.hybrid_layer_pattern.count(symbol) for symbol in "*+-")
     if args.ffn_hidden_size is None:
         wide = 4 * args.hidden_size
         args.ffn_hidden_size = int((wide * 2 / 3) / 64) * 64 if args.swiglu else wide
@@ -210,7 +211,7 @@ def _both_halves(args: Any) -> int:
     if not args.hybrid_layer_pattern:
         return int(args.num_layers)
     pattern: str = args.hybrid_layer_pattern
-    return max(1, pattern.count("*"), pattern.count("-"))
+    return max(1, pattern.count("*") + pattern.count("+"), pattern.count("-"))
 
 
 def _copies(topology: Topology, args: Any, policy: TrainingPolicy) -> CopyPolicy | None:

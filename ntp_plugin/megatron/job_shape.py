@@ -1,10 +1,12 @@
 """What planning needs to know of Megatron's arguments. PURE."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from ntp_plugin.config.sections import Model, State
 from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.unsupported import is_latent
 from ntp_plugin.planning.recovery_plan import Guard
 
 
@@ -12,19 +14,20 @@ def guard_of(args: Any, limit: float) -> Guard:
     """Return what the job puts into a GPU's memory, from its arguments; `limit` is in bytes."""
     low = args.bf16 or args.fp16
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    model = Model(
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        groups=groups,
+        kv_channels=args.kv_channels,
+        ffn=args.ffn_hidden_size,
+        vocab=args.padded_vocab_size,
+        seq=args.seq_length,
+        gated=bool(args.swiglu),
+    )
     return Guard(
         limit=limit,
-        model=Model(
-            layers=args.num_layers,
-            hidden=args.hidden_size,
-            heads=args.num_attention_heads,
-            groups=groups,
-            kv_channels=args.kv_channels,
-            ffn=args.ffn_hidden_size,
-            vocab=args.padded_vocab_size,
-            seq=args.seq_length,
-            gated=bool(args.swiglu),
-        ),
+        model=_with_latents(model, args) if is_latent(args) else model,
         state=State(
             weight_bytes=2 if low else 4,
             gradient_bytes=2 if low and not args.accumulate_allreduce_grads_in_fp32 else 4,
@@ -35,6 +38,17 @@ def guard_of(args: Any, limit: float) -> Guard:
         sequence_parallel=bool(args.sequence_parallel),
         activation=2 if low else 4,
         smaller=bool(args.calculate_per_token_loss),
+    )
+
+
+def _with_latents(model: Model, args: Any) -> Model:
+    return dataclasses.replace(
+        model,
+        kv_lora_rank=args.kv_lora_rank,
+        q_lora_rank=args.q_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
     )
 
 

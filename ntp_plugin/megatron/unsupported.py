@@ -60,11 +60,10 @@ _NO_HYBRID_LAYERS = {
     "M": "Mamba",
     "G": "gated delta net",
     "D": "sparse attention",
-    "+": "latent attention",
     "E": "experts",
     "/": "multi-token prediction",
 }
-"""Layers of a hybrid model besides self-attention and MLP, by their symbols in the pattern."""
+"""Layers of a hybrid model besides attention, plain or latent, and MLP, by their symbols in the pattern."""
 
 
 def _pattern(args: Any) -> str:
@@ -78,8 +77,19 @@ def _hybrid(symbol: str, name: str) -> Refusal:
     return _not_built(
         f"--hybrid-layer-pattern with {symbol} ({name})",
         lambda args: symbol in _pattern(args),
-        way_out="a pattern of * (attention) and - (MLP), or start with full-width replicas",
+        way_out="a pattern of * (attention) or + (latent attention) and - (MLP), or start with full-width replicas",
     )
+
+
+def is_latent(args: Any) -> bool:
+    """Whether the model has latent attention. Megatron derives it from a pattern when it checks its arguments."""
+    return bool(getattr(args, "multi_latent_attention", False)) or "+" in _pattern(args)
+
+
+def has_partial_latent_keys(args: Any) -> bool:
+    """Whether Megatron leaves a gradient of latent attention partial, which the plugin completes
+    (`layers/latent_attention.py`)."""
+    return is_latent(args) and not args.sequence_parallel and _above("tensor_model_parallel_size")(args)
 
 
 TABLE: tuple[Refusal, ...] = (
@@ -92,7 +102,24 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--use-ring-exchange-p2p"),
     _not_built("--use-torch-fsdp2"),
     _not_built("--use-megatron-fsdp"),
-    _not_built("--multi-latent-attention"),
+    Refusal(
+        flag="--multi-latent-attention with --transformer-impl local",
+        applies=lambda args: is_latent(args) and args.transformer_impl == "local",
+        why="is a model that Megatron does not build: its own layers know one width of heads alone",
+        way_out="--transformer-impl transformer_engine",
+    ),
+    Refusal(
+        flag="--mla-down-proj-fusion",
+        applies=_given("mla_down_proj_fusion"),
+        why="cuts the two down-projections as one matrix, in parts that depend on the width",
+        way_out="leave it out",
+    ),
+    Refusal(
+        flag="--cache-mla-latents",
+        applies=_given("cache_mla_latents"),
+        why="is for inference: Megatron does not train with it",
+        way_out="leave it out",
+    ),
     _not_built("--mtp-num-layers"),
     _not_built("--fp8-format", _given("fp8")),
     _not_built("--fp4-format", _given("fp4")),

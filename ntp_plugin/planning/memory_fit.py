@@ -106,6 +106,7 @@ def activation_bytes(
             continue
         halves[kind] += count
         kept += count * own_rows * training.model.hidden * (KEPT_ROWS * training.activation + MASK_BYTES)
+        kept += count * own_rows * (_latents(training.model) if kind == ATTENTION else 0) * training.activation
         kept += (
             count * rows * widest[tensor.family] * _kept_per_unit(tensor, kind, training.model) * training.activation
         )
@@ -121,8 +122,17 @@ def _kept_per_unit(tensor: Tensor, kind: str, model: Model) -> int:
     """Elements per row and unit: the input of the second matrix, and what it is computed from."""
     inner = tensor.runs[0].unit_size
     if kind == ATTENTION:
-        return 2 * inner + 2 * model.head_channels  # queries and the output; keys and values
+        queries = inner // model.value_channels * model.query_channels
+        return queries + inner + model.query_channels + model.value_channels  # queries, the output, keys, values
     return inner * (3 if model.gated else 2)
+
+
+def _latents(model: Model) -> int:
+    """Elements per row that latent attention keeps in every slot: both latents, before and after their norms, and the
+    rotary part of the keys."""
+    if model.kv_lora_rank is None:
+        return 0
+    return 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
 
 
 def fit(

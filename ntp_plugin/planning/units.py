@@ -1,9 +1,9 @@
 """Defines which tensors are sharded, along which dim, in which units.
 
-A *unit* is the smallest slice that must stay whole: a query group, a granule of MLP columns, a vocabulary row. A
-*family* is a sequence of units that several tensors are cut by together (qkv + proj, fc1 + fc2), so they share one
-layout. A tensor is cut along one dim in *runs*, each holding every unit of its family once: a gated fc1 has two, the
-gate half and the up half, and a slot holds the same units of both.
+A *unit* is the smallest slice that must stay whole: a query group, a granule of MLP columns, a vocabulary row. In
+latent attention each head is a query group. A *family* is a sequence of units that several tensors are cut by together
+(qkv + proj, fc1 + fc2), so they share one layout. A tensor is cut along one dim in *runs*, each holding every unit of
+its family once: a gated fc1 has two, the gate half and the up half, and a slot holds the same units of both.
 
 `transformer_units` describes Megatron's layers from a model's shape. An adapter describes the user's own modules
 with the same types, found by module type and never by name.
@@ -149,7 +149,7 @@ def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = N
         tensors.append(norms)
         stage_flops: tuple[int, ...] = (
             2 * layers * sum(tensor.elements_per_unit for tensor in attention_tensors)
-            + layers * 2 * model.seq * model.head_channels * (model.heads // model.query_groups),
+            + layers * model.seq * (model.query_channels + model.value_channels) * (model.heads // model.query_groups),
             2 * layers * sum(tensor.elements_per_unit for tensor in mlp_tensors),
         )
         if first or last:
@@ -162,6 +162,8 @@ def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = N
 
 
 def _attention(model: Model) -> tuple[Family, list[Tensor]]:
+    if model.is_latent:
+        return _latent_attention(model)
     per_group = model.heads // model.query_groups
     qkv = Run(start=0, unit_size=(per_group + 2) * model.head_channels)
     proj = Run(start=0, unit_size=per_group * model.head_channels)
@@ -174,6 +176,36 @@ def _attention(model: Model) -> tuple[Family, list[Tensor]]:
         tensors.append(Tensor(name="linear_qkv.bias", shape=(qkv_rows,), family=ATTENTION, runs=(qkv,)))
         tensors.append(Tensor(name="linear_proj.bias", shape=(model.hidden,)))
     return Family(name=ATTENTION, units=model.query_groups), tensors
+
+
+def _latent_attention(model: Model) -> tuple[Family, list[Tensor]]:
+    """The down-projections are replicated; the unit of all others is a head."""
+    assert model.kv_lora_rank is not None, "this is what makes attention latent"
+
+    def of_heads(name: str, channels: int, inputs: int) -> Tensor:
+        run = Run(start=0, unit_size=channels)
+        return Tensor(name=name, shape=(channels * model.heads, inputs), family=ATTENTION, dim=0, runs=(run,))
+
+    proj = Run(start=0, unit_size=model.v_head_dim)
+    tensors = [
+        Tensor(name="linear_kv_down_proj.weight", shape=(model.kv_lora_rank + model.qk_pos_emb_head_dim, model.hidden)),
+        of_heads("linear_kv_up_proj.weight", model.qk_head_dim + model.v_head_dim, model.kv_lora_rank),
+        Tensor(
+            name="linear_proj.weight",
+            shape=(model.hidden, model.v_head_dim * model.heads),
+            family=ATTENTION,
+            dim=1,
+            runs=(proj,),
+        ),
+    ]
+    if model.q_lora_rank is None:
+        tensors.append(of_heads("linear_q_proj.weight", model.query_channels, model.hidden))
+    else:
+        tensors.append(Tensor(name="linear_q_down_proj.weight", shape=(model.q_lora_rank, model.hidden)))
+        tensors.append(of_heads("linear_q_up_proj.weight", model.query_channels, model.q_lora_rank))
+    if model.bias:
+        tensors.append(Tensor(name="linear_proj.bias", shape=(model.hidden,)))
+    return Family(name=ATTENTION, units=model.heads), tensors
 
 
 def _mlp(model: Model, granule: int) -> tuple[Family, list[Tensor]]:

@@ -29,7 +29,9 @@ script("accepted")
 script("not enabled", flags=())
 script("sharded", "--use-distributed-optimizer", "--bf16", own=("--nnodes", "2", "--nproc-per-node", "4"))
 script("no copies", "--use-distributed-optimizer", "--ntp-copies-mode", "off", own=("--world-size", "8"))
-script("several", "--num-experts", "8", "--multi-latent-attention", "--my-own-flag", "7")
+script("several", "--num-experts", "8", "--use-torch-fsdp2", "--my-own-flag", "7")
+script("latent", "--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16", "--ntp-gpu-memory-gb", "1",
+       own=("--world-size", "8"))
 script("changes", "--async-save", "--save", "x", "--sequence-parallel", "--overlap-param-gather",
        "--transformer-impl", "transformer_engine")
 script("interleaved", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1",
@@ -137,10 +139,19 @@ def test_where_state_is_decides_what_is_survived(found):
     assert "copies are off" in without["survivals"][0]["why"]
 
 
+def test_latent_attention_is_counted_by_its_own_matrices(found):
+    check = found("latent", 0)
+    down, rotary, query, value, heads = 24 + 16, 64, 128, 128, 8
+    attention = (down + rotary) * 64 + heads * ((query + rotary) * 24 + (query + value) * 16 + value * 64)
+    embeddings, mlp, norms, biases = 1024 * 64, 4 * (2 * 256 * 64), 9 * 64, 4 * (64 + 256 + 64)
+    assert check["memory"]["parameters"] == embeddings + 4 * attention + mlp + norms + biases
+    assert "--multi-latent-attention" in {option["flag"] for option in check["changes"]}, "without sequence parallelism"
+
+
 @pytest.mark.short
 def test_all_unsupported_options_are_named_at_once(found):
     check = found("several", 1)
-    assert [option["flag"] for option in check["unsupported"]] == ["--num-experts", "--multi-latent-attention"]
+    assert [option["flag"] for option in check["unsupported"]] == ["--num-experts", "--use-torch-fsdp2"]
     assert all(option["why"] and option["fix"] for option in check["unsupported"])
     assert (check["accepted"], check["survivals"], check["memory"], check["changes"]) == (False, [], None, [])
     assert "not flags of Megatron, so taken for the script's own: --my-own-flag" in check["notes"]

@@ -50,6 +50,24 @@ def test_activations_are_those_of_the_published_formula():
     assert full == 12 * 2 * (2048 * 4 * 2048 // 4) * 2 + layer
 
 
+def test_latent_attention_keeps_its_heads_and_in_every_slot_the_latents():
+    latent = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    model = dataclasses.replace(MODEL, **latent)
+    training = dataclasses.replace(TRAINING, model=model, units=transformer_units(model, tp=4, pp=2))
+    rows, hidden, slots = 2048 * 4, 2048, 4
+    replaced = 2 * rows * 16 // slots * 4 * 128  # of plain attention: queries, keys, values and the output of each head
+    heads = 2 * rows * 16 // slots * (2 * (128 + 64) + 2 * 128)
+    latents = 2 * rows // slots * (2 * (1536 + 512) + 64)
+    layer = 34 * rows * hidden // slots - replaced + heads + latents
+    assert activation_bytes(training, 1, 4, ()) == 12 * layer
+
+
 def test_the_degraded_group_holds_more():
     for count in range(3):
         wider, narrower = (activation_bytes(TRAINING, 0, 4, tuple(range(n))) for n in (count, count + 1))

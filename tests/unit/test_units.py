@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import Model
-from ntp_plugin.errors import Refused
+from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.units import default_granule, padded_vocabulary, transformer_units
 from tests.unit.properties import each
@@ -29,6 +29,31 @@ def test_qkv_is_cut_by_query_groups():
     """12 heads of 2 channels in 6 groups: a group's rows are 2 heads x 2 of q, then 2 of k, then 2 of v."""
     assert local_indices("linear_qkv.weight", 3, 1) == list(range(16, 32))
     assert local_indices("linear_proj.weight", 3, 1) == list(range(8, 16))
+
+
+LATENT = {"groups": None, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+
+
+def test_latent_attention_is_cut_by_heads():
+    """A head's rows of the up-projections are (4 + 2) of q, and 4 of k with 3 of v; its columns of proj are 3."""
+    assert local_indices("linear_q_up_proj.weight", 3, 1, q_lora_rank=7, **LATENT) == list(range(24, 48))
+    assert local_indices("linear_q_proj.weight", 3, 1, **LATENT) == list(range(24, 48))
+    assert local_indices("linear_kv_up_proj.weight", 3, 1, **LATENT) == list(range(28, 56))
+    assert local_indices("linear_proj.weight", 3, 1, **LATENT) == list(range(12, 24))
+
+
+def test_the_down_projections_of_latent_attention_are_replicated():
+    (stage,) = transformer_units(model(q_lora_rank=7, **LATENT), tp=3, pp=1).stages
+    shapes = {tensor.name: tensor.shape for tensor, _ in stage.tensors if not tensor.family}
+    assert shapes["linear_q_down_proj.weight"] == (7, 24)
+    assert shapes["linear_kv_down_proj.weight"] == (5 + 2, 24)
+
+
+def test_latent_attention_has_no_query_groups():
+    with pytest.raises(ConfigError, match="groups = 6 is not heads = 12"):
+        model(**LATENT | {"groups": 6})
+    with pytest.raises(ConfigError, match="kv_lora_rank is missing"):
+        model(q_lora_rank=7)
 
 
 def test_a_gated_fc1_keeps_gate_and_up_of_the_same_granules():

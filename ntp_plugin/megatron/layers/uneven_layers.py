@@ -5,11 +5,11 @@ holds) x (the width), so that the division gives what the slot holds. Attention 
 configuration, vocabulary layers as the number of rows. The plugin only corrects where Megatron computes the beginning
 of a slot's rows.
 
-The types decide which layers these are: `SelfAttention` and `MLP`, with the parallel layers inside; the embedding; and
-a column-parallel layer outside of both with as many rows as the vocabulary, which is the output layer. Any other
-parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers set on it: parallel
-or not, along which dim, in how many runs (`partition_stride`). The plugin stores it as a `planning` tensor in an
-attribute of its own.
+The types decide which layers these are: `SelfAttention`, `MLASelfAttention` and `MLP`, with the parallel layers inside;
+the embedding; and a column-parallel layer outside of them with as many rows as the vocabulary, which is the output
+layer. Any other parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers
+set on it: parallel or not, along which dim, in how many runs (`partition_stride`). The plugin stores it as a `planning`
+tensor in an attribute of its own.
 
 Initial weights: Megatron draws the whole matrix and takes the slot's part. Here the matrix is drawn in its nominal
 shape, so that everything that is drawn later is the same too, and the part is made of the slot's units.
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import SHARED, Layout
@@ -54,7 +54,7 @@ class UnevenLayers:
     # ------------------------------------------------ constructors
 
     def attention(self, original: Any) -> Any:
-        """`SelfAttention.__init__`."""
+        """`SelfAttention.__init__`, and `MLASelfAttention.__init__`, in which each head is a query group."""
 
         @functools.wraps(original)
         def init(module: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +66,7 @@ class UnevenLayers:
             virtual.tensor_model_parallel_size = self._layout.width  # TransformerEngine's layers divide by it
             with self._cutting(family):
                 original(module, virtual, *args, **kwargs)
+            _require_whole_latents(module)
             self._describe(module, family)
 
         return init
@@ -240,6 +241,17 @@ def copy_cuts(module: torch.nn.Module, model: torch.nn.Module) -> None:
         cut = cut_of(built[name])
         if cut is not None:
             setattr(parameter, _CUT, cut)
+
+
+def _require_whole_latents(module: torch.nn.Module) -> None:
+    """Raise if a layer spec cuts a down-projection of latent attention, whose rows are not those of heads."""
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        layer = getattr(module, name, None)
+        if isinstance(layer, ColumnParallelLinear) or getattr(layer, "parallel_mode", None) == "column":
+            raise Refused(
+                f"{name} is a column-parallel layer: the latents of latent attention would be cut",
+                way_out="a layer spec with TELinear there, as Megatron's own has",
+            )
 
 
 def _unknown(what: str) -> Refused:

@@ -102,7 +102,8 @@ class UnevenSequence:
         ) -> Any:
             if inference is not None or packed is not None:  # these bring the length along
                 return original(module, inference, block, part, config, packed, **kwargs)
-            _require_rows(part if block.input_tensor is None else block.input_tensor, self._rows.stored)
+            arrived = getattr(block, "input_tensor", None)  # latent attention asks by itself, without a block
+            _require_rows(part if arrived is None else arrived, self._rows.stored)
             return self._rows.length
 
         return rotary_length

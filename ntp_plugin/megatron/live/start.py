@@ -18,7 +18,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron.hooks import nominal_firsts, of_masks
+from ntp_plugin.megatron.hooks import nominal_firsts, of_latent_attention, of_masks
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
@@ -101,7 +101,7 @@ class MegatronJob:
             self.rank.watch()
         same_settings.require_same(self.rank, settings, leaves=self._is_in_the_first_replica)
         self.rank.share_settings(settings.digest)
-        apply_all(hooks.table(self))
+        apply_all((*hooks.table(self), *of_latent_attention(args)))
         if draws_exact_masks(args, policy):
             layout = self.trainer.layout()
             self.model_rebuild.masks = ExactDropout(

@@ -6,7 +6,8 @@ import hashlib
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ntp_plugin.megatron.te_emulation import importing
 from ntp_plugin.testing.ranks import Rank, Ranks
 from tests.harness.parity import group_adam
 from tests.harness.played_ranks import quietly
@@ -138,17 +140,28 @@ class Seen:
     """The same of the fullest slot of its group, as `planning/memory_fit.py` has it; in a degraded layout."""
 
 
-def have_megatron_imported() -> None:
+_LOCAL, _WITH_TE = "megatron.training.training", "tests.harness.parity.with_te"
+
+
+def have_megatron_imported(words: Sequence[str] = ()) -> None:
     """Make the fork server import Megatron before the first rank: later it reads no environment. Megatron's fusions are
-    compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without."""
-    os.environ.setdefault("NTP_PRELOAD", "megatron.training.training")
+    compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without.
+
+    With TransformerEngine Megatron is another one from its import on, so a server that has imported the other is ended.
+    """
+    before, wanted = os.environ.get("NTP_PRELOAD", ""), _WITH_TE if importing.is_wanted(words) else _LOCAL
+    if before in (_LOCAL, _WITH_TE) and before != wanted:
+        server: Any = forkserver._forkserver
+        server._stop()  # the next rank starts another
+    if before in ("", _LOCAL, _WITH_TE):
+        os.environ["NTP_PRELOAD"] = wanted
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @functools.cache
 def run(job: Job) -> dict[int, Seen]:
     """Run the job and return the results of every rank."""
-    have_megatron_imported()
+    have_megatron_imported(job.words)
     with Ranks(job.processes, Play(job)) as ranks:
         return ranks.wait()
 
@@ -175,7 +188,8 @@ class Play:
         }
         from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
 
-        cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
+        mode = cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON
+        cpu_emulation.install(mode, self.job.words)
         activation.install()
         looker = Looker(self.job)
         recipe = str(self.job.recipe)

@@ -43,6 +43,18 @@ others. Exact masks are in the uniform run as well: they make the runs equal."""
 STAGED = {SEGMENTS: f"--swiglu {_BARE} {_GQA} {_UNTIED} --hybrid-layer-pattern *|-|-|*"}
 """Models that say themselves where stages begin."""
 
+_LATENT = (
+    f"--swiglu {_BARE} {_UNTIED} --transformer-impl transformer_engine --multi-latent-attention "
+    "--kv-lora-rank 16 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+)
+LATENT, LATENT_OF_KEYS, LATENT_HYBRID = "latent", "latent, of keys alone", "latent, hybrid"
+WITH_TE = {
+    LATENT: f"{_LATENT} --q-lora-rank 24 --qk-layernorm",
+    LATENT_OF_KEYS: f"{_LATENT} --rope-type rope",
+    LATENT_HYBRID: f"{_LATENT} --q-lora-rank 24 --hybrid-layer-pattern +--+",
+}
+"""Models of TransformerEngine's layers."""
+
 MODELS |= {
     f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
     for feature in ("tied embeddings", "qk-layernorm", "per-token loss", DROPOUT, OLD)
@@ -118,7 +130,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     """One full-width replica that computes everything, with no part of the plugin that the model does not ask for."""
-    return Job(model=(MODELS | STAGED)[model], tp=tp, **options)
+    return Job(model=(MODELS | STAGED | WITH_TE)[model], tp=tp, **options)
 
 
 def reference(model: str, layout: str, **options: Any) -> Job:
@@ -131,4 +143,4 @@ def reference(model: str, layout: str, **options: Any) -> Job:
 def degraded(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas, some of which are degraded."""
     where = (LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout
-    return Job(model=(MODELS | STAGED)[model], **where, **options)
+    return Job(model=(MODELS | STAGED | WITH_TE)[model], **where, **options)

@@ -37,7 +37,7 @@ def live(
     that end with an error, and return nothing. `back`: slots that restart after their death, and the section at which
     the others wait until they ask."""
     back = back or {}
-    have_megatron_imported()
+    have_megatron_imported(job.words)
     return played(
         job.processes,
         Play(job, asking_of(back)),
@@ -64,7 +64,8 @@ class Play:
         from ntp_plugin.megatron import activation, cpu_emulation  # noqa: PLC0415  (only ranks know Megatron: it warns of much)
         from ntp_plugin.megatron.live import start  # noqa: PLC0415
 
-        cpu_emulation.install(cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON)
+        mode = cpu_emulation.FLOAT64 if self.job.dtype == "float64" else cpu_emulation.ON
+        cpu_emulation.install(mode, self.job.words)
         activation.install()
         looker = Looker(self.job)
         report_fault_points(rank, self.asking)

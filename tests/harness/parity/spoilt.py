@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
+from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout
@@ -142,6 +143,11 @@ def partial_sums_not_added() -> None:
         why="to be noticed",
         make=lambda _: lambda *_, **__: None,
     ).apply()
+
+
+def shared_keys_of_one_slot() -> None:
+    """In latent attention, what a slot's own heads say of the gradient of the keys' rotary part is taken for all."""
+    _put(megatron_hooks, "of_latent_attention", lambda _: ())
 
 
 def pads_taken_for_rows() -> None:
