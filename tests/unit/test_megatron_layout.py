@@ -153,6 +153,7 @@ def test_supported_settings_pass(changes):
         ({"save_wgrads_interval": 5}, "--save-wgrads-interval"),
         ({"logits_load_dir": "/teacher"}, "--logits-load-dir"),
         ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
+        ({"phase_transition_iterations": [3]}, "--phase-transition-iterations"),
         ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
         ({"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl"),
