@@ -182,18 +182,18 @@ def test_unsupported_settings_are_refused_by_flag_with_a_way_out(changes, flag):
 
 
 def test_several_unsupported_settings_are_refused_at_once_each_with_its_fix():
-    changes = {"num_experts": 8, "fp16": True, "num_query_groups": 2}
+    changes = {"num_experts": 8, "fp8": "hybrid", "num_query_groups": 2}
     with pytest.raises(
-        Refused, match=r"r1\.s0\.t3 lost, 3 options are not supported: --num-experts .*; --fp16 .*"
+        Refused, match=r"r1\.s0\.t3 lost, 3 options are not supported: --num-experts .*; --fp8-format .*"
     ) as refused:
         refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
     assert [part.split(":")[0] for part in refused.value.way_out.split("; ")] == [
         "--num-experts",
-        "--fp16",
+        "--fp8-format",
         "--num-query-groups",
     ]
     live = {option.flag for option in unsupported_live(live_arguments(**changes), TrainingPolicy(enabled=True))}
-    assert live == {"--num-experts", "--fp16", "--num-query-groups"}
+    assert live == {"--num-experts", "--fp8-format", "--num-query-groups"}
 
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
