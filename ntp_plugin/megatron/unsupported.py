@@ -186,6 +186,12 @@ TABLE: tuple[Refusal, ...] = (
         for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
     ),
     Refusal(
+        flag="--phase-transition-iterations",
+        applies=_given("phase_transition_iterations"),
+        why="numbers the samples of each phase from zero, and loaders here go by those of the whole training",
+        way_out="leave it out",
+    ),
+    Refusal(
         flag="--softmax-type",
         applies=lambda args: getattr(args, "softmax_type", None) == "learnable",
         why="learnable has a number for each head that Megatron does not mark as cut",
