@@ -60,6 +60,9 @@ SCALED: Mapping[str, str | None] = {
     **dict.fromkeys(("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")),
 }
 """The rule: flag -> its value at this scale; empty: a flag without a value; None: left out."""
+_SCHEDULE, _BATCH = "--step-batch-size-schedule", "--global-batch-size"
+_GROWS = "0:4 1280:8"
+"""A batch of 4 for 20 steps (1280 tokens), then of 8, where a recipe has a schedule."""
 _ONLY_WHERE_GIVEN = ("--ffn-hidden-size", "--kv-channels", "--num-query-groups")
 _LAYERS = "--num-layers"
 _UNEVEN = ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split")
@@ -85,6 +88,9 @@ def scaled(flags: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in SCALED.items()
         if value is not None and (name in flags or name not in _ONLY_WHERE_GIVEN)
     }
+    if _SCHEDULE in flags:
+        del found[_BATCH]
+        found[_SCHEDULE] = _GROWS
     if not any(name in flags for name in _UNEVEN):
         stages = _number(flags, "--pipeline-model-parallel-size")
         each = _number(flags, "--num-layers-per-virtual-pipeline-stage", 0)
