@@ -92,8 +92,7 @@ class BatchShare:
         chunks = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
         config = get_model_config(chunks[0])
         scale, factor = config.grad_scale_func, self._job.share.count / nominal
-        if scale is not None:
-            config.grad_scale_func = lambda loss: scale(loss * factor)
+        config.grad_scale_func = lambda loss: loss * factor if scale is None else scale(loss * factor)
         try:
             yield
         finally:

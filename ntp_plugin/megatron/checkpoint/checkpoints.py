@@ -84,7 +84,7 @@ class CheckpointHooks:
         def save(*args: Any, **kwargs: Any) -> Any:
             if self._args.ckpt_format != TORCH:
                 return original(*args, **kwargs)
-            if self._layout.is_replica_leader and self._layout.slot == self._layout.slots[0]:
+            if self._layout.slot == self._layout.slots[0]:
                 _LOG.warning(
                     "this checkpoint is in the format torch_dist, since --ckpt-format torch has one file for each slot,"
                     " and some are lost; a job with --ntp-enable loads either"

@@ -21,7 +21,7 @@ class LossScale:
         self._update: Callable[[Any, bool], None] | None = None
 
     def deferred(self, original: Any) -> Any:
-        """`DynamicGradScaler.update`: only remember what it was told."""
+        """`DynamicGradScaler.update`: only remember whether gradients have overflowed."""
         self._update = original
 
         @functools.wraps(original)
