@@ -22,7 +22,6 @@ import collections
 import hashlib
 import os
 import random
-import shlex
 import shutil
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from ntp_plugin.chaos.recipe import RUN, FaultSpec, JobSpec, RandomSpec, Recipe
 from ntp_plugin.chaos.verdict import differences
 from ntp_plugin.errors import ConfigError, NtpError
 from ntp_plugin.megatron import check
+from ntp_plugin.megatron.recipe_file import words_of
 
 PARTS = Path("build/show/megatron-recipes.jsonl")
 SCRIPT = "recipes/megatron/pretrain_gpt.py"
@@ -98,16 +98,6 @@ def scaled(flags: Mapping[str, Any]) -> dict[str, Any]:
         chunks = max(chunks, _number(flags, "--num-virtual-stages-per-pipeline-rank"))
         found[_LAYERS] = max(2, stages * chunks * max(1, each))
     return found
-
-
-def words(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the command line of these flags, as Megatron-LM's own launcher writes them."""
-    for name, value in flags.items():
-        if not str(name).startswith("--") or value is False:
-            continue
-        yield str(name)
-        if value is not True and value != "":
-            yield from map(str, value) if isinstance(value, list) else shlex.split(str(value).strip("[]"))
 
 
 def _number(flags: Mapping[str, Any], name: str, default: int = 1) -> int:
@@ -170,7 +160,7 @@ def _judged(campaign: Campaign) -> dict[str, Any]:
 
 def _in_the_way(flags: Mapping[str, Any]) -> list[str]:
     try:
-        return [option.flag for option in check([*words(flags), "--ntp-enable"])]
+        return [option.flag for option in check([*words_of({"MODEL_ARGS": flags}, "the recipe"), "--ntp-enable"])]
     except ConfigError:
         return ["a value that Megatron-LM's launcher would fill in"]
 
@@ -188,7 +178,7 @@ def main() -> int:
         unsupported = _in_the_way(flags)
         in_the_way.update(unsupported)
         total, accepted = total + 1, accepted + (not unsupported)
-        command = tuple(words(scaled(flags)))
+        command = tuple(words_of({"MODEL_ARGS": scaled(flags)}, name))
         ranks = 2 * _number(flags, "--tensor-model-parallel-size") * _number(flags, "--pipeline-model-parallel-size")
         done = sittings.find(recipe=name)
         wanted = done is not None if only == FINISHED else not only or any(part in name for part in only.split(","))
