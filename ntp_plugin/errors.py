@@ -1,6 +1,6 @@
 """All exceptions that the plugin raises for a user, in one tree.
 
-    NtpError                      a failure with an explanation, and a way out where there is one
+    NtpError                      a failure with an explanation, and a fix where there is one
     ├── UserError (ValueError)    the request of the user cannot be carried out
     │   ├── ConfigError           a key, a flag or a file is wrong
     │   └── Refused               the request is well-formed, but impossible
@@ -18,7 +18,7 @@
         ├── PlansDiffer           members made different plans from the same facts
         └── NoAgreement           some members did not report in time
 
-A message says what happened, where, and the numbers; `way_out` says what to do. Programming mistakes are assertions,
+A message says what happened, where, and the numbers; `fix` says what to do. Programming mistakes are assertions,
 which are not in this tree.
 """
 
@@ -48,26 +48,26 @@ __all__ = [
 
 
 class NtpError(Exception):
-    """A failure with an explanation: `what` happened, and the `way_out`.
+    """A failure with an explanation: `what` happened, and the `fix`.
 
     Examples:
         >>> from ntp_plugin.errors import ConfigError, NtpError
         >>> try:
-        ...     raise ConfigError("tp = 0 must be at least 1", way_out="tensor-parallel degree")
+        ...     raise ConfigError("tp = 0 must be at least 1", fix="tensor-parallel degree")
         ... except NtpError as error:
         ...     print(error)
         ...     print(error.exit_code)
-        tp = 0 must be at least 1. Way out: tensor-parallel degree.
+        tp = 0 must be at least 1. Fix: tensor-parallel degree.
         2
     """
 
     exit_code: ClassVar[int] = 1
     """The exit code of a process that does not catch the error."""
 
-    def __init__(self, what: str, *, way_out: str = "") -> None:
-        super().__init__(f"{what}. Way out: {way_out}." if way_out else f"{what}.")
+    def __init__(self, what: str, *, fix: str = "") -> None:
+        super().__init__(f"{what}. Fix: {fix}." if fix else f"{what}.")
         self.what = what
-        self.way_out = way_out
+        self.fix = fix
 
     @classmethod
     def codes(cls) -> set[int]:
@@ -75,12 +75,12 @@ class NtpError(Exception):
         return {cls.exit_code}.union(*(kind.codes() for kind in cls.__subclasses__()))
 
     def __reduce__(self) -> tuple[Callable[..., "NtpError"], tuple[type["NtpError"], str, str]]:
-        return _rebuilt, (type(self), self.what, self.way_out)
+        return _rebuilt, (type(self), self.what, self.fix)
 
 
-def _rebuilt(kind: type[NtpError], what: str, way_out: str) -> NtpError:
+def _rebuilt(kind: type[NtpError], what: str, fix: str) -> NtpError:
     """Rebuild an error from another process."""
-    return kind(what, way_out=way_out)
+    return kind(what, fix=fix)
 
 
 class UserError(NtpError, ValueError):
@@ -147,8 +147,8 @@ class PeerLost(NtpError):
     It ends a process only before training has begun, for example while a framework starts up.
     """
 
-    def __init__(self, what: str, *, way_out: str = "") -> None:
-        super().__init__(what, way_out=way_out or "a loss before training has begun ends a job: start it again")
+    def __init__(self, what: str, *, fix: str = "") -> None:
+        super().__init__(what, fix=fix or "a loss before training has begun ends a job: start it again")
 
 
 class AgreementError(NtpError):

@@ -21,12 +21,12 @@ def require_usable(folder: Path | str, flag: str) -> Path:
     """
     path, fix = Path(folder), "name a folder that can be made or written to"
     if not str(folder):
-        raise ConfigError(f"{flag} is empty", way_out=fix)
+        raise ConfigError(f"{flag} is empty", fix=fix)
     nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"{flag} {path}: {nearest} is a file", way_out=fix)
+        raise ConfigError(f"{flag} {path}: {nearest} is a file", fix=fix)
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {path}: this user may not write to {nearest}", way_out=fix)
+        raise ConfigError(f"{flag} {path}: this user may not write to {nearest}", fix=fix)
     return path
 
 
@@ -34,5 +34,5 @@ def require_new(folder: Path | str, flag: str) -> Path:
     """Raise `ConfigError` unless the folder is usable, and empty or new."""
     path = require_usable(folder, flag)
     if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"{path} is not empty", way_out="name another folder, or remove this one")
+        raise ConfigError(f"{path} is not empty", fix="name another folder, or remove this one")
     return path

@@ -50,7 +50,7 @@ def encode(value: object, *, what: str) -> str:
     except TypeError as error:
         raise NotData(
             f"{what} has a value of type {error}, which cannot be written as data",
-            way_out="keep numbers, text, tensors, and lists, tuples, sets and dicts of them",
+            fix="keep numbers, text, tensors, and lists, tuples, sets and dicts of them",
         ) from None
     except RecursionError:
         raise NotData(f"{what} contains itself, or is nested too deeply to be written") from None

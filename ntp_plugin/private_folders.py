@@ -87,5 +87,5 @@ def changed_at(folder: Path) -> float:
 def _refusal(folder: Path, what: str) -> NotPrivate:
     return NotPrivate(
         f"{folder} {what}",
-        way_out="name a folder that belongs to you alone (mode 0700), such as one that `ntp copies list` shows",
+        fix="name a folder that belongs to you alone (mode 0700), such as one that `ntp copies list` shows",
     )

@@ -100,11 +100,11 @@ def _refuse(run: Path, job: JobState, *, what: set[str], slots: set[str]) -> Non
     if others:
         raise ConfigError(
             f"{min(others)} is for jobs that a recipe starts: the record does not say what runs where",
-            way_out="kill the ntp run, or take down the host or its link, by hand",
+            fix="kill the ntp run, or take down the host or its link, by hand",
         )
     if not slots <= job.slots.keys():
         there = ", ".join(sorted(job.slots)) or "none: training has not begun"
-        raise ConfigError(f"{run}: there is no slot {min(slots - job.slots.keys())}", way_out=f"slots: {there}")
+        raise ConfigError(f"{run}: there is no slot {min(slots - job.slots.keys())}", fix=f"slots: {there}")
 
 
 def _from_now_on(recipe: Recipe, job: JobState) -> Recipe:

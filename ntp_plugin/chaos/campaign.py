@@ -96,7 +96,7 @@ def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None)
     )
     if reference is not None and (reference.end.hung or reference.end.code):
         how = "was not over in time" if reference.end.hung else f"ended with code {reference.end.code}"
-        raise Refused(f"the reference run, which has no faults, {how}", way_out=f"see {reference.log}")
+        raise Refused(f"the reference run, which has no faults, {how}", fix=f"see {reference.log}")
     calm = None if reference is None else reference.history
     return judge(broken.asked, broken.history, calm, broken.end, expected)
 
@@ -104,7 +104,7 @@ def verdict_on(job: JobSpec, broken: CampaignRun, reference: CampaignRun | None)
 def _ran_before(folder: Path) -> CampaignRun:
     history = History.of(read_run(folder))
     if not history.ended:
-        raise ConfigError(f"{folder} holds no run that ended well", way_out="name the reference/ of another campaign")
+        raise ConfigError(f"{folder} holds no run that ended well", fix="name the reference/ of another campaign")
     return CampaignRun(folder=folder, end=End(code=0), history=history, asked=RequestedFaults())
 
 

@@ -71,7 +71,7 @@ class OrderedFault:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"{self.name[:50]!r} is no name for a fault", way_out="letters, digits, . and -")
+            raise ConfigError(f"{self.name[:50]!r} is no name for a fault", fix="letters, digits, . and -")
 
     def is_for(self, slot: str, fault_point: str, step: int | None, epoch: int | None) -> bool:
         """Return whether it happens to this slot here."""
@@ -123,14 +123,14 @@ class Orders:
     @classmethod
     def of_a_running_job(cls, path: Path) -> "Orders":
         """Open the file of a running job; whoever can read it has the token."""
-        way_out = "start the job with ntp run --ntp-run-dir DIR --ntp-chaos"
+        fix = "start the job with ntp run --ntp-run-dir DIR --ntp-chaos"
         try:
             with path.open("rb") as file:
                 token = _token_in(file.readline())
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}", way_out=way_out) from None
+            raise ConfigError(f"{path} cannot be read: {error.strerror}", fix=fix) from None
         if not token:
-            raise ConfigError(f"{path} is no file of orders", way_out=way_out)
+            raise ConfigError(f"{path} is no file of orders", fix=fix)
         return cls(path, token)
 
     def cancel(self, fault: OrderedFault) -> bool:

@@ -72,18 +72,18 @@ class FaultSpec:
 
     def __post_init__(self) -> None:
         if self.slot != ANY and not _SLOT.fullmatch(self.slot):
-            raise ConfigError(f"slot = {self.slot!r} is not a slot", way_out="r0.s0.t1, or any")
+            raise ConfigError(f"slot = {self.slot!r} is not a slot", fix="r0.s0.t1, or any")
         if self.what not in INJECTED_BY_WORKER:
             _refuse_a_fault_point(self.what, self.during)
         if self.factor != 1.0 and self.what != SLOW:
-            raise ConfigError(f"what = {self.what} has no factor", way_out=f"leave it out, or what = {SLOW}")
+            raise ConfigError(f"what = {self.what} has no factor", fix=f"leave it out, or what = {SLOW}")
         if self.at_step is not None and (self.during in RECOVERY_FAULT_POINTS or self.epoch is not None):
             raise ConfigError(
                 f"during = {self.during!r} is a fault point of a recovery, and at_step is for one of a step",
-                way_out="give the epoch that the recovery leads to, or leave it out",
+                fix="give the epoch that the recovery leads to, or leave it out",
             )
         if self.at_s is not None and self.at_step is not None:
-            raise ConfigError("at_s and at_step are both given", way_out="choose one")
+            raise ConfigError("at_s and at_step are both given", fix="choose one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class RandomSpec:
             else:
                 _refuse_a_fault_point(what, fault_point)
         if not (self.what and self.during):
-            raise ConfigError("there is nothing to draw from", way_out="name kinds in what, and fault points in during")
+            raise ConfigError("there is nothing to draw from", fix="name kinds in what, and fault points in during")
 
     def deck(self) -> list[tuple[str, str]]:
         """Return pairs of kind and fault point; a kind from outside ignores its fault point."""
@@ -164,7 +164,7 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
     raw = _known_tables(path)
     faults = raw.get("fault", [])
     if not isinstance(faults, list):
-        raise ConfigError(f"{path}: fault is not a list of tables", way_out="write [[fault]], with two brackets")
+        raise ConfigError(f"{path}: fault is not a list of tables", fix="write [[fault]], with two brackets")
     job_table = _job(path, raw, job) | ({"run": list(run)} if run else {})
     recipe = Recipe(
         name=path.stem,
@@ -176,11 +176,9 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
         random=_section(RandomSpec, raw.get("random", {}), f"{path}: random."),
     )
     if not recipe.job.run:
-        raise ConfigError(
-            f"{path} has no job", way_out="write job.run = [...], or ntp chaos FILE -- ARGUMENTS OF NTP RUN"
-        )
+        raise ConfigError(f"{path} has no job", fix="write job.run = [...], or ntp chaos FILE -- ARGUMENTS OF NTP RUN")
     if not (recipe.faults or recipe.random.count):
-        raise ConfigError(f"{path} has no faults", way_out="write a [[fault]], random.count, or trace.file")
+        raise ConfigError(f"{path} has no faults", fix="write a [[fault]], random.count, or trace.file")
     for word in recipe.job.environment:
         if "=" not in word:
             raise ConfigError(f"{path}: job.environment: {word!r} is not NAME=VALUE")
@@ -190,14 +188,14 @@ def read_recipe(path: Path, *, job: Path | None = None, run: tuple[str, ...] = (
 
 def _refuse_unknown(word: str, known: Collection[str]) -> None:
     if word not in known:
-        raise ConfigError(f"{word!r} is not known", way_out=f"choose from {', '.join(known)}")
+        raise ConfigError(f"{word!r} is not known", fix=f"choose from {', '.join(known)}")
 
 
 def _refuse_a_fault_point(what: str, fault_point: str) -> None:
     if fault_point:
         raise ConfigError(
             f"what = {what} comes from outside, at any instant: it has no fault point {fault_point!r}",
-            way_out="leave during out, or choose kill, stop, ...",
+            fix="leave during out, or choose kill, stop, ...",
         )
 
 
@@ -208,17 +206,17 @@ def _refuse_other_hosts(path: Path, recipe: Recipe) -> None:
     if recipe.job.hosts == 1 and (found := kinds & OF_HOSTS):
         raise ConfigError(
             f"{path}: what = {min(found)} is for a job on several hosts, and job.hosts is 1",
-            way_out="job.hosts = 2, and no --standalone in job.run",
+            fix="job.hosts = 2, and no --standalone in job.run",
         )
     if recipe.job.hosts > 1 and SUPERVISOR in kinds:
         raise ConfigError(
             f"{path}: what = {SUPERVISOR} is for a job on one host, and job.hosts is {recipe.job.hosts}",
-            way_out="what = node kills a host with its supervisor",
+            fix="what = node kills a host with its supervisor",
         )
     if recipe.job.hosts > 1 and "--standalone" in recipe.job.run:
         raise ConfigError(
             f"{path}: --standalone is for a job on one host, and job.hosts is {recipe.job.hosts}",
-            way_out="leave it out of job.run: the campaign sets the rendezvous",
+            fix="leave it out of job.run: the campaign sets the rendezvous",
         )
 
 
@@ -226,7 +224,7 @@ def _known_tables(path: Path) -> dict[str, Any]:
     raw = read_file(path, least="write at least [job] and a [[fault]]; recipes/chaos/ has examples")
     if unknown := raw.keys() - {"job", "fault", "random", "trace"}:
         raise ConfigError(
-            f"{path}: {min(unknown)} is not a known key", way_out="known keys: [job], [[fault]], [random], [trace]"
+            f"{path}: {min(unknown)} is not a known key", fix="known keys: [job], [[fault]], [random], [trace]"
         )
     return raw
 
@@ -235,14 +233,14 @@ def _job(path: Path, raw: Mapping[str, Any], other: Path | None) -> dict[str, An
     """Merge a recipe's [job] over the one that it is like."""
     own = raw.get("job", {})
     if not isinstance(own, Mapping):
-        raise ConfigError(f"{path}: job is not a table", way_out="write [job]")
+        raise ConfigError(f"{path}: job is not a table", fix="write [job]")
     like = own.get("like")
     base = other or (path.parent / like if isinstance(like, str) and like else None)
     if base is None:
         return dict(own)
     found = _known_tables(base).get("job", {})
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{base}: job is not a table", way_out="write [job]")
+        raise ConfigError(f"{base}: job is not a table", fix="write [job]")
     words = {"run", "environment"} if other is not None else set()  # these belong to the replaced job
     return {**found, **{name: value for name, value in own.items() if name not in words}}
 
@@ -253,4 +251,4 @@ def _section[Section](section: type[Section], raw: Mapping[str, Any], where: str
     except ConfigError as error:
         if error.what.startswith(where):
             raise
-        raise ConfigError(f"{where.rstrip(': .')}: {error.what}", way_out=error.way_out) from None
+        raise ConfigError(f"{where.rstrip(': .')}: {error.what}", fix=error.fix) from None

@@ -80,9 +80,9 @@ def run(parsed: Any) -> int:
             return _attach(parsed, wait)
     for flag in ("what", "slot", "during", "seconds"):
         if getattr(parsed, flag) is not None:
-            raise ConfigError(f"--{flag} needs a job that runs already", way_out="ntp chaos attach FOLDER --what ...")
+            raise ConfigError(f"--{flag} needs a job that runs already", fix="ntp chaos attach FOLDER --what ...")
     if parsed.rest:
-        raise ConfigError(f"{parsed.rest[0]} is one word too many", way_out="write -- before the arguments of ntp run")
+        raise ConfigError(f"{parsed.rest[0]} is one word too many", fix="write -- before the arguments of ntp run")
     recipe = read_recipe(
         Path(parsed.recipe), job=None if parsed.job is None else Path(parsed.job), run=tuple(parsed.command)
     )
@@ -129,12 +129,12 @@ def _looking(name: str) -> Iterator[Look]:
 
 def _attach(parsed: Any, wait: Wait) -> int:
     if parsed.command:
-        raise ConfigError("attach takes no arguments of ntp run", way_out="see ntp chaos --help")
+        raise ConfigError("attach takes no arguments of ntp run", fix="see ntp chaos --help")
     if len(parsed.rest) == 2:
         return _attach_recipe(parsed, wait)
     if len(parsed.rest) != 1 or parsed.what is None or parsed.slot is None:
         raise ConfigError(
-            "attach takes the folder of a run, and a recipe or --what and --slot", way_out="see ntp chaos --help"
+            "attach takes the folder of a run, and a recipe or --what and --slot", fix="see ntp chaos --help"
         )
     given = {
         name: value for name in ("what", "slot", "during", "seconds") if (value := getattr(parsed, name)) is not None

@@ -80,11 +80,11 @@ def _job(words: Sequence[str]) -> tuple[str, ...]:
     if len(words) < 3 or Path(words[0]).name != "ntp" or words[1] != "run":
         raise ConfigError(
             f"there is no `ntp run` command behind --, but {' '.join(words[:2]) or 'nothing'}",
-            way_out="ntp chaos outside -- ntp run --standalone --nproc-per-node=4 train.py",
+            fix="ntp chaos outside -- ntp run --standalone --nproc-per-node=4 train.py",
         )
     for word in words[2:]:
         if word.partition("=")[0] in _OURS:
-            raise ConfigError(f"{word}: each run gets a folder of its own", way_out=f"leave {_OURS[0]} out; see --out")
+            raise ConfigError(f"{word}: each run gets a folder of its own", fix=f"leave {_OURS[0]} out; see --out")
     return tuple(words[2:])
 
 
@@ -112,7 +112,7 @@ def _refuse_pattern(line: str) -> None:
     except re.error as error:
         raise ConfigError(f"--line {line}: {error}") from None
     if missing := {"step", "loss"} - groups:
-        raise ConfigError(f"--line {line} has no group named {min(missing)}", way_out="(?P<step>...) and (?P<loss>...)")
+        raise ConfigError(f"--line {line} has no group named {min(missing)}", fix="(?P<step>...) and (?P<loss>...)")
 
 
 def _chosen(listed: str | None, known: Mapping[str, FaultKind]) -> list[FaultKind]:
@@ -122,7 +122,7 @@ def _chosen(listed: str | None, known: Mapping[str, FaultKind]) -> list[FaultKin
     if not names or (unknown := [name for name in names if name not in known]):
         raise ConfigError(
             f"--kinds: {unknown[0] if names else 'nothing'} is not known",
-            way_out=f"choose from {', '.join(known)}",
+            fix=f"choose from {', '.join(known)}",
         )
     return [known[name] for name in names]
 

@@ -75,7 +75,7 @@ def _parsed(words: Sequence[str]) -> Any:
         parsed, more = _parser().parse_known_args(parsed.words, parsed)
         parsed.words = more
     if parsed.world_size is not None and parsed.nnodes is not None:
-        raise ConfigError("--world-size and --nnodes are both given", way_out="--nnodes with --nproc-per-node")
+        raise ConfigError("--world-size and --nnodes are both given", fix="--nnodes with --nproc-per-node")
     return parsed
 
 
@@ -109,7 +109,7 @@ def _check(parsed: Any) -> JobCheck:
         return _deepspeed(parsed, path)
     for flag in ("tp", "parameters"):
         if getattr(parsed, flag) is not None:
-            raise ConfigError(f"--{flag} is for a DeepSpeed configuration", way_out="leave it out")
+            raise ConfigError(f"--{flag} is for a DeepSpeed configuration", fix="leave it out")
     return _recipe(parsed, path) if path.suffix in _RECIPES else _megatron(_with_files(parsed.words), _ranks(parsed))
 
 
@@ -159,7 +159,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
             found += Path(word[1:]).read_text().split() if word.startswith("@") else [word]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{word} cannot be read: {reason}", way_out="name a file of arguments") from None
+            raise ConfigError(f"{word} cannot be read: {reason}", fix="name a file of arguments") from None
     return found
 
 
@@ -167,12 +167,12 @@ def _yaml(path: Path) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]  # noqa: PLC0415  (comes with Megatron)
     except ImportError:
-        raise ConfigError("PyYAML is not installed", way_out="pip install pyyaml") from None
+        raise ConfigError("PyYAML is not installed", fix="pip install pyyaml") from None
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path} cannot be read: {reason}", way_out="name a recipe with MODEL_ARGS") from None
+        raise ConfigError(f"{path} cannot be read: {reason}", fix="name a recipe with MODEL_ARGS") from None
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def _framework(name: str, package: str) -> Iterator[None]:
         if error.name is None or error.name.split(".")[0] not in ("torch", "megatron", "deepspeed"):
             raise
         raise ConfigError(
-            f"{name} is not installed here: {error}", way_out=f"pip install {package}, as for the job"
+            f"{name} is not installed here: {error}", fix=f"pip install {package}, as for the job"
         ) from None
 
 

@@ -40,8 +40,8 @@ def _file(parsed: argparse.Namespace) -> Path | None:
     if len(named) > 1:
         raise ConfigError(
             f"two files are named: {parsed.file}, and --config {parsed.config}",
-            way_out="name one file, and override its keys by flags",
+            fix="name one file, and override its keys by flags",
         )
     if "" in named:
-        raise ConfigError("the name of the file is empty", way_out="name a .toml or .json file")
+        raise ConfigError("the name of the file is empty", fix="name a .toml or .json file")
     return Path(named.pop()) if named else None

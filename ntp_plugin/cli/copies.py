@@ -97,7 +97,7 @@ def _rows_if_there(folder: Path, given: Sequence[Path], *, verify: bool) -> list
         if folder not in given:
             return []
         if isinstance(error, FileNotFoundError):
-            raise NotARun(f"{folder} was removed while it was read", way_out="see ntp copies list") from error
+            raise NotARun(f"{folder} was removed while it was read", fix="see ntp copies list") from error
         raise
 
 
@@ -188,7 +188,7 @@ def _clean(given: Sequence[Path]) -> int:
     left = [folder for prefix in (COPIES, EXCERPTS) for folder in left_by_the_dead(shared_memory(), prefix)]
     for folder in _folders(given) if given else left:
         if given and _lives(folder):
-            raise ConfigError(f"{folder} belongs to a running job", way_out="end the job first")
+            raise ConfigError(f"{folder} belongs to a running job", fix="end the job first")
         try:
             with free(folder), contextlib.suppress(FileNotFoundError):  # another run removes it as well
                 shutil.rmtree(folder)
@@ -208,4 +208,4 @@ def _lives(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        raise NotARun(f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows") from None
+        raise NotARun(f"{folder} is no folder of a run", fix="name one that `ntp copies list` shows") from None

@@ -77,7 +77,7 @@ def _chosen(name: str) -> Path:
         require_private(folder)
         return folder
     found = ", ".join(map(str, there)) or "none"
-    raise ConfigError(f"{name}: no copies of a run there", way_out=f"name a folder of this host: {found}")
+    raise ConfigError(f"{name}: no copies of a run there", fix=f"name a folder of this host: {found}")
 
 
 def _version(folder: Path) -> Any:
@@ -91,7 +91,7 @@ def _version(folder: Path) -> Any:
         if framework not in _CAN_ONLY_SAVE:
             raise Refused(
                 f"the copies in {folder} were made by {framework}, which cannot start only to save a checkpoint",
-                way_out=f"resume the job and have it save: ntp run --ntp-resume {folder} with the job's own command",
+                fix=f"resume the job and have it save: ntp run --ntp-resume {folder} with the job's own command",
             )
     return version
 
@@ -104,7 +104,7 @@ def _store(folder: Path) -> Any:
     if len(hosts) != 1:
         raise ConfigError(
             f"{folder} has copies of {len(hosts)} hosts; the folder of a run has those of one",
-            way_out="name one that `ntp copies list` shows",
+            fix="name one that `ntp copies list` shows",
         )
     return Store(hosts[0], makes=False)
 
@@ -112,11 +112,11 @@ def _store(folder: Path) -> Any:
 def _command(given: Sequence[str], folder: Path, parsed: Any) -> tuple[str, ...]:
     """Return the command line of a worker, with the interpreter first."""
     if not given:
-        raise ConfigError("the command of the job is missing", way_out=_suggestion(folder, parsed))
+        raise ConfigError("the command of the job is missing", fix=_suggestion(folder, parsed))
     if given[0] == "ntp":
         raise ConfigError(
             "the command after -- must be that of a worker, not ntp run",
-            way_out="leave out ntp run and its flags: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS",
+            fix="leave out ntp run and its flags: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS",
         )
     if given[0] == "-m" or given[0].endswith(".py"):
         return sys.executable, "-u", *given
@@ -145,19 +145,19 @@ def _processes(folder: Path) -> int:
     try:
         started = StartedBy.read(folder)
     except ConfigError as error:
-        raise ConfigError(error.what, way_out="say how many processes to start: --nproc-per-node") from error
+        raise ConfigError(error.what, fix="say how many processes to start: --nproc-per-node") from error
     return started.workers * started.hosts
 
 
 def _empty(to: Path, folder: Path) -> Path:
     """Return the folder; raise `ConfigError` unless it is empty or new, and outside of the copies."""
-    way_out = "name another one by --to"
+    fix = "name another one by --to"
     if to.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"--to {to} is inside the run's folder of copies, which is removed later", way_out=way_out)
+        raise ConfigError(f"--to {to} is inside the run's folder of copies, which is removed later", fix=fix)
     if to.exists() and not to.is_dir():
-        raise ConfigError(f"--to {to} is not a folder", way_out=way_out)
+        raise ConfigError(f"--to {to} is not a folder", fix=fix)
     if to.exists() and any(to.iterdir()):
-        raise ConfigError(f"--to {to} is not empty", way_out=way_out)
+        raise ConfigError(f"--to {to} is not empty", fix=fix)
     return to
 
 
@@ -171,9 +171,7 @@ def _undisturbed(folder: Path) -> Iterator[Path]:
         try:
             stack.enter_context(free(folder))
         except FileNotFoundError:
-            raise ConfigError(
-                f"{folder} is no folder of a run", way_out="name one that `ntp copies list` shows"
-            ) from None
+            raise ConfigError(f"{folder} is no folder of a run", fix="name one that `ntp copies list` shows") from None
         except BlockingIOError:
             yield stack.enter_context(_excerpt(folder))
         else:
@@ -222,7 +220,7 @@ def _require_writable(to: Path) -> None:
         to.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=to).close()
     except OSError as error:
-        raise ConfigError(f"--to {to} cannot be written to: {error}", way_out="name another one by --to") from error
+        raise ConfigError(f"--to {to} cannot be written to: {error}", fix="name another one by --to") from error
 
 
 def _remove_all_in(folder: Path) -> None:

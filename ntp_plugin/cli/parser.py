@@ -36,7 +36,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`, where argparse prints the usage and exits."""
-        raise ConfigError(message, way_out=f"see {self.prog} --help")
+        raise ConfigError(message, fix=f"see {self.prog} --help")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
         """Raise `ConfigError` for the first word that the parser did not know."""
@@ -46,7 +46,7 @@ class OneLineParser(argparse.ArgumentParser):
         close = difflib.get_close_matches(flag, self.flags, n=1)
         raise ConfigError(
             f"{flag} is not a known {'flag' if flag.startswith('-') else 'word'} of {self.prog}",
-            way_out=f"did you mean {close[0]}" if close else f"see {self.prog} --help",
+            fix=f"did you mean {close[0]}" if close else f"see {self.prog} --help",
         )
 
 

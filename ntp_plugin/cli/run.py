@@ -60,10 +60,10 @@ def _check_record(parsed: argparse.Namespace) -> None:
     """Raise `ConfigError` where the flags contradict each other about the record of the run."""
     if parsed.ntp_run_dir is not None:
         if parsed.ntp_no_record:
-            raise ConfigError("--ntp-no-record and --ntp-run-dir are both given", way_out="choose one")
+            raise ConfigError("--ntp-no-record and --ntp-run-dir are both given", fix="choose one")
         require_usable(parsed.ntp_run_dir, "--ntp-run-dir")
     elif parsed.ntp_chaos:
-        raise ConfigError("--ntp-chaos needs a folder for the ordered faults", way_out="name one by --ntp-run-dir")
+        raise ConfigError("--ntp-chaos needs a folder for the ordered faults", fix="name one by --ntp-run-dir")
 
 
 def _parser() -> OneLineParser:
@@ -166,9 +166,7 @@ def _resumed(name: str) -> Path:
     if Path(name).exists():
         require_private(Path(name))
     found = ", ".join(map(str, left)) or "none"
-    raise ConfigError(
-        f"--ntp-resume {name}: no copies of a dead run there", way_out=f"name a folder of this host: {found}"
-    )
+    raise ConfigError(f"--ntp-resume {name}: no copies of a dead run there", fix=f"name a folder of this host: {found}")
 
 
 @contextlib.contextmanager
@@ -181,7 +179,7 @@ def _held(resume: Path | None) -> Iterator[None]:
             except (OSError, NotPrivate) as error:
                 raise ConfigError(
                     f"--ntp-resume {resume}: another command is exporting or removing it",
-                    way_out="look at ntp copies list, then start the same command again",
+                    fix="look at ntp copies list, then start the same command again",
                 ) from error
         yield
 
@@ -190,7 +188,7 @@ def _seconds(flag: str, text: str) -> float:
     """Return the seconds of a duration such as `30m`: a number with one of s, m, h, d."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{flag} = {text!r} is not a duration", way_out="write 90s, 30m, 12h or 2d")
+        raise ConfigError(f"{flag} = {text!r} is not a duration", fix="write 90s, 30m, 12h or 2d")
     return float(match[1]) * {"s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}[match[2]]
 
 
@@ -209,7 +207,7 @@ def _thresholds(words: str) -> Thresholds:
     for word in filter(None, words.split(",")):
         name, _, value = word.partition("=")
         if name not in known:
-            raise ConfigError(f"--ntp-thresholds: {name} is not known", way_out=f"choose from {', '.join(known)}")
+            raise ConfigError(f"--ntp-thresholds: {name} is not known", fix=f"choose from {', '.join(known)}")
         given[name] = _threshold(name, value)
     return Thresholds(**given)
 
@@ -218,4 +216,4 @@ def _threshold(name: str, text: str) -> float:
     try:
         return number(float, least=0.0, most=_LONGEST_S)(text)
     except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--ntp-thresholds: {name}: {error}", way_out=f"{name}=SECONDS") from None
+        raise ConfigError(f"--ntp-thresholds: {name}: {error}", fix=f"{name}=SECONDS") from None

@@ -64,7 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.search is not None or parsed.replay is not None:
         return _look_at_schedules(parsed)
     if parsed.planted is not None:
-        raise ConfigError("--planted needs --search or --replay", way_out="add one of them")
+        raise ConfigError("--planted needs --search or --replay", fix="add one of them")
     scenario = Scenario(asked=configured(Simulation, parsed, least=_LEAST))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     report = _last(simulate(scenario), of=work_of(scenario))
@@ -92,7 +92,7 @@ def _plot(report: SimulationReport, path: Path) -> None:
     try:
         from ntp_plugin.cli.simulate_plots import draw  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--plot needs {error.name}", way_out="install ntp-plugin[plots], or use --json") from None
+        raise ConfigError(f"--plot needs {error.name}", fix="install ntp-plugin[plots], or use --json") from None
     draw(report, path)
 
 

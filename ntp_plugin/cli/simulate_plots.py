@@ -27,7 +27,7 @@ def draw(report: SimulationReport, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be drawn: {error}", way_out="name it .png, .svg or .pdf") from None
+        raise ConfigError(f"{path} cannot be drawn: {error}", fix="name it .png, .svg or .pdf") from None
 
 
 def _losses(axes: Any, report: SimulationReport) -> None:

@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
 def run(parsed: Any) -> int:
     """Serve until SIGINT or SIGTERM."""
     if not parsed.host:
-        raise ConfigError("--host is empty", way_out="name an address of this machine")
+        raise ConfigError("--host is empty", fix="name an address of this machine")
     from ntp_plugin.membership.store import serve  # noqa: PLC0415  (brings torch, which no other command needs)
 
     ends = {signal.SIGINT, signal.SIGTERM}

@@ -20,7 +20,7 @@ def read_file(path: Path, *, least: str = "") -> dict[str, Any]:
     """
     text = _text_of(path)
     if not text.strip():
-        raise ConfigError(f"{path} is empty", way_out=least)
+        raise ConfigError(f"{path} is empty", fix=least)
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text)
@@ -35,7 +35,7 @@ def read_file(path: Path, *, least: str = "") -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{path} has no known ending", way_out="name it .toml or .json")
+        raise ConfigError(f"{path} has no known ending", fix="name it .toml or .json")
     try:
         return path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a byte-order mark
     except UnicodeDecodeError as error:

@@ -61,15 +61,13 @@ def check(section: type, raw: object, *, name: Naming, path: tuple[str, ...] = (
     """Return the values of `raw` with types and bounds checked; nested mappings for nested sections."""
     if not isinstance(raw, Mapping):
         place = name(path).rstrip(". :") or "the file"
-        raise ConfigError(
-            f"{place} must be a table of keys, not {_show(raw)}", way_out=f"known keys: {_known(section)}"
-        )
+        raise ConfigError(f"{place} must be a table of keys, not {_show(raw)}", fix=f"known keys: {_known(section)}")
     kinds = typing.get_type_hints(section)
     checked: Values = {}
     for spelled, value in raw.items():
         if spelled not in kinds:
             raise ConfigError(
-                f"{name((*path, str(spelled)))} is not a known key", way_out=_did_you_mean(str(spelled), kinds)
+                f"{name((*path, str(spelled)))} is not a known key", fix=_did_you_mean(str(spelled), kinds)
             )
         here = (*path, spelled)
         if dataclasses.is_dataclass(kinds[spelled]):
@@ -91,7 +89,7 @@ def build[Section](section: type[Section], *layers: Values, name: Naming, path: 
             merged[field.name] = given[0]
         elif field.default is dataclasses.MISSING:
             raise ConfigError(
-                f"{name((*path, field.name))} is missing", way_out=f"give it: {_rule(section, field.name).help}"
+                f"{name((*path, field.name))} is missing", fix=f"give it: {_rule(section, field.name).help}"
             )
     return section(**merged)
 
@@ -122,19 +120,19 @@ def _without_nones(pairs: list[tuple[str, Any]]) -> Values:
 def _checked_value(value: object, kind: Any, rule: Rule, named: str) -> object:
     if _is_list(kind):
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{named} = {_show(value)} must be a list of texts", way_out=rule.help)
+            raise ConfigError(f"{named} = {_show(value)} must be a list of texts", fix=rule.help)
         return tuple(value)
     kind = _without_none(kind)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:
-        raise ConfigError(f"{named} = {_show(value)} must be {_TYPE_WORDS[kind]}", way_out=rule.help)
+        raise ConfigError(f"{named} = {_show(value)} must be {_TYPE_WORDS[kind]}", fix=rule.help)
     if rule.choices and not any(_is_choice(str(value), choice) for choice in rule.choices):
         close = difflib.get_close_matches(str(value), rule.choices, n=1)
         hint = f'did you mean "{close[0]}"? ' if close else ""
         raise ConfigError(
             f"{named} = {_show(value)} is not allowed",
-            way_out=f"{hint}choose from {', '.join(filter(None, rule.choices))}",
+            fix=f"{hint}choose from {', '.join(filter(None, rule.choices))}",
         )
     if kind in (int, float):
         _check_bounds(typing.cast(float, value), rule, named)
@@ -149,11 +147,11 @@ def _is_choice(value: str, choice: str) -> bool:
 
 def _check_bounds(value: float, rule: Rule, named: str) -> None:
     if not math.isfinite(value):
-        raise ConfigError(f"{named} = {value} must be a finite number", way_out=rule.help)
+        raise ConfigError(f"{named} = {value} must be a finite number", fix=rule.help)
     if rule.at_least is not None and value < rule.at_least:
-        raise ConfigError(f"{named} = {value} must be at least {rule.at_least}", way_out=rule.help)
+        raise ConfigError(f"{named} = {value} must be at least {rule.at_least}", fix=rule.help)
     if value > rule.at_most:
-        raise ConfigError(f"{named} = {_show(value)} must be at most {rule.at_most}", way_out=rule.help)
+        raise ConfigError(f"{named} = {_show(value)} must be at most {rule.at_most}", fix=rule.help)
 
 
 # ---------------------------------------------------------------- flags

@@ -31,7 +31,7 @@ class Parallel:
         if self.tp * self.pp * self.dp > MAX_GPUS:
             raise ConfigError(
                 f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} is {self.tp * self.pp * self.dp:,} GPUs",
-                way_out=f"plan for at most {MAX_GPUS:,}",
+                fix=f"plan for at most {MAX_GPUS:,}",
             )
 
 
@@ -77,22 +77,22 @@ class Model:
         if self.q_lora_rank is not None and not self.is_latent:
             raise ConfigError(
                 f"q_lora_rank = {self.q_lora_rank} is of latent attention, and kv_lora_rank is missing",
-                way_out="set kv_lora_rank too, or leave q_lora_rank out",
+                fix="set kv_lora_rank too, or leave q_lora_rank out",
             )
         if self.is_latent and self.query_groups != self.heads:
             raise ConfigError(
                 f"latent attention has no query groups, and groups = {self.groups} is not heads = {self.heads}",
-                way_out="leave groups out",
+                fix="leave groups out",
             )
         if self.kv_channels is None and not self.is_latent and self.hidden % self.heads:
             raise ConfigError(
                 f"hidden = {self.hidden} is not a multiple of heads = {self.heads}",
-                way_out="change one, or set kv_channels",
+                fix="change one, or set kv_channels",
             )
         if self.heads % self.query_groups:
             raise ConfigError(
                 f"heads = {self.heads} is not a multiple of groups = {self.groups}",
-                way_out="each query group serves the same number of heads",
+                fix="each query group serves the same number of heads",
             )
 
     @property
@@ -135,7 +135,7 @@ class Batch:
         if self.global_batch % (self.micro_batch * dp):
             raise ConfigError(
                 f"global_batch = {self.global_batch} is not a multiple of micro_batch x dp = {self.micro_batch} x {dp}",
-                way_out="the nominal layout needs equal replicas",
+                fix="the nominal layout needs equal replicas",
             )
         return self.global_batch // (self.micro_batch * dp)
 
@@ -215,12 +215,12 @@ class CopyPolicy:
         if not 2 <= self.sharers <= MAX_SHARERS:
             raise ConfigError(
                 f"copies.mode = {self.mode} has {self.sharers} members share a parity",
-                way_out=f"xor:2 to xor:{MAX_SHARERS}; a parity of one would be a copy (copies.mode = copy)",
+                fix=f"xor:2 to xor:{MAX_SHARERS}; a parity of one would be a copy (copies.mode = copy)",
             )
         if self.count != 1:
             raise ConfigError(
                 f"copies.count = {self.count} with copies.mode = {self.mode}: there is one parity for each group",
-                way_out="leave copies.count out, or choose copies.mode = copy",
+                fix="leave copies.count out, or choose copies.mode = copy",
             )
 
     @property
@@ -344,11 +344,11 @@ class Job:
         if self.ntp.min_tp_width > parallel.tp:
             raise ConfigError(
                 f"min_tp_width = {self.ntp.min_tp_width} is above tp = {parallel.tp}",
-                way_out=f"choose 1 to {parallel.tp}, or every replica is dropped from the start",
+                fix=f"choose 1 to {parallel.tp}, or every replica is dropped from the start",
             )
         if self.model.layers % parallel.pp:
             raise ConfigError(
                 f"layers = {self.model.layers} is not a multiple of pp = {parallel.pp}",
-                way_out="every stage must hold the same number of layers",
+                fix="every stage must hold the same number of layers",
             )
         self.batch.micro_batches_per_replica(parallel.dp)

@@ -25,13 +25,13 @@ def newest(store: Store) -> Version:
         return version
     holders_of = {version: set(holders) for _, version, holders in store.versions()}
     if not holders_of:
-        raise Refused(f"{store.folder} has no copies", way_out="ntp copies list shows where there are some")
+        raise Refused(f"{store.folder} has no copies", fix="ntp copies list shows where there are some")
     last = max(holders_of, key=lambda version: (version.step, version.epoch))
     there = [place for place, version, _ in store.versions() if version == last and place.kind != PARITY]
     missing = holders_of[last] - {place.slot for place in there}
     raise Refused(
         f"this host ({store.folder}) lacks parts of {last}: those of slots {', '.join(map(str, sorted(missing)))}",
-        way_out="ntp run --ntp-resume latest --save on all hosts that have parts of it; or keep far copies"
+        fix="ntp run --ntp-resume latest --save on all hosts that have parts of it; or keep far copies"
         " (--ntp-copies-far) so that each host has all",
     )
 
@@ -51,7 +51,7 @@ def take(store: Store, into: Store) -> Version:
         into.forget_all()
     raise NtpError(
         f"{store.folder}: each version was overwritten before it could be copied ({', '.join(tried)})",
-        way_out="--ntp-copies-lag-steps in the run makes each stay longer; or export when the run has ended",
+        fix="--ntp-copies-lag-steps in the run makes each stay longer; or export when the run has ended",
     )
 
 
@@ -73,5 +73,5 @@ def _require_room(store: Store, into: Store, places: list[CopyKey]) -> None:
         raise NoRoom(
             f"a version of {size / 1e6:.1f} MB would be copied to {into.folder}, where {free / 1e6:.1f} MB are free,"
             " and the run that lives may need as much",
-            way_out="make shared memory larger (mount -o remount,size=... /dev/shm), or export when the run has ended",
+            fix="make shared memory larger (mount -o remount,size=... /dev/shm), or export when the run has ended",
         )

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from ntp_plugin.errors import Refused
 
 EXACT, RECOMPUTE, RESET, LEFT, NONE = "exact", "recompute", "reset", "left", "none"
-_WAY_OUT = "--no-ntp-copies-strict: surviving ranks keep their value of it"
+_FIX = "--no-ntp-copies-strict: surviving ranks keep their value of it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +29,13 @@ class Item:
     why: str
 
 
-def require_known(found: Iterable[str], known: Sequence[Item], *, strict: bool, way_out: str = _WAY_OUT) -> list[str]:
+def require_known(found: Iterable[str], known: Sequence[Item], *, strict: bool, fix: str = _FIX) -> list[str]:
     """Return the found state that no known item covers; raises `Refused` if there is some and `strict` is set."""
     unknown = [name for name in found if not any(fnmatch.fnmatchcase(name, item.pattern) for item in known)]
     if unknown and strict:
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise Refused(
             f"the plugin does not know {unknown[0]}{more}: lost when the state comes from copies",
-            way_out=way_out,
+            fix=fix,
         )
     return unknown

@@ -92,7 +92,7 @@ def _not_finite(snapshot: Snapshot) -> StateNotFinite:
     named = next(f"{part.tensor_slice.tensor} ({name})" for part, name, live in values if not digest.are_finite([live]))
     return StateNotFinite(
         f"{named} is not finite after step {snapshot.version.step}: no copy is made",
-        way_out="look for the step that made it so; the copies before it are kept",
+        fix="look for the step that made it so; the copies before it are kept",
     )
 
 

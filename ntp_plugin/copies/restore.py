@@ -189,7 +189,7 @@ class Restoration:
         if not wanted or wanted - there:
             lost = ", ".join(map(str, sorted(wanted - there))) or "all slots"
             raise StateLost(
-                f"the copies of {self.version} of {lost} are lost{self._reported_trouble()}", way_out="an older version"
+                f"the copies of {self.version} of {lost} are lost{self._reported_trouble()}", fix="an older version"
             )
         return {held.tensor_slice.tensor: held for source in self.sources for held in source.manifest.held}
 
@@ -215,7 +215,7 @@ class Restoration:
             if not self._rebuild():
                 raise StateLost(
                     f"no sound copy of {self.version} has {nowhere}{self._reported_trouble()}",
-                    way_out="an older version",
+                    fix="an older version",
                 )
         rebuilt = _named((source.host, source.place) for source in self.sources if source.place.kind == REBUILT)
         return RestoredBytes(
@@ -380,7 +380,7 @@ class Restoration:
                     + ", ".join(f"now {whole or 'in all'} {number:016x}" for whole, number in instances.items())
                     + "; "
                     + ", ".join(f"then {whole or 'in all'} {number:016x}" for whole, number in then.items()),
-                    way_out="restart from the last checkpoint",
+                    fix="restart from the last checkpoint",
                 )
 
 

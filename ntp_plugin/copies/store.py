@@ -137,7 +137,7 @@ class Store:
     def _full(self, path: Path, size: int) -> NoRoom:
         return NoRoom(
             f"{path} would take {size / 1e6:.1f} MB, and {self.folder} has {_free(self.folder) / 1e6:.1f} MB left",
-            way_out="make shared memory larger (mount -o remount,size=... /dev/shm), keep parities in place of far"
+            fix="make shared memory larger (mount -o remount,size=... /dev/shm), keep parities in place of far"
             " copies (copies.mode = xor:N), or switch copies off (copies.mode = off)",
         )
 
@@ -162,7 +162,7 @@ class Store:
         raise NoRoom(
             f"{self._path(place)} would take {(then - used) / 1e6:.1f} MB, copies on this host have "
             f"{used / 1e6:.1f} MB, and copies.max_host_gb is {self._at_most / 1e9}",
-            way_out="raise it, keep fewer far copies (copies.count), parities in place of them (copies.mode = xor:N),"
+            fix="raise it, keep fewer far copies (copies.count), parities in place of them (copies.mode = xor:N),"
             " or near copies only (copies.mode = near)",
         )
 

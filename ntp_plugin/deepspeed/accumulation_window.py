@@ -232,7 +232,7 @@ class AccumulationWindow:
         if fresh is None:
             raise Refused(
                 "the engine went forward with a batch that no followed loader has yielded",
-                way_out="draw one micro-batch from the loader for each forward",
+                fix="draw one micro-batch from the loader for each forward",
             )
         self._stale, self._in_flight = not fresh, True
         self.checkpoints.catches_up &= self._stale
@@ -289,14 +289,14 @@ class AccumulationWindow:
             if Loaders.last is None:
                 raise Refused(
                     "the engine trains on batches of a loader that cannot be rewound",
-                    way_out="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
+                    fix="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
                     " DistributedSampler of all ranks",
                 )
             self._followed, Loaders.last.trains = Loaders.last, True
             if self.step or self.degraded:  # from a checkpoint, or from the other ranks when this process joins
                 self._followed.stream.restart(self.step, self.numbers)
         elif Loaders.last is not self._followed and Loaders.last is not None and Loaders.last.trains:
-            raise Refused("the engine trains on two loaders", way_out="use one for training")
+            raise Refused("the engine trains on two loaders", fix="use one for training")
 
     @property
     def _has_none_in_hand(self) -> bool:
@@ -359,7 +359,7 @@ class AccumulationWindow:
             if self._in_flight:
                 raise Refused(
                     "engine.step() without engine.backward(loss)",
-                    way_out="call engine.backward(loss), not loss.backward()",
+                    fix="call engine.backward(loss), not loss.backward()",
                 )
             if self._stale:
                 return None

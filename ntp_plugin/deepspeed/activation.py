@@ -67,7 +67,7 @@ def enable() -> None:
     """
     install()
     if _DeepSpeedHooks.late:
-        raise Refused("ntp_plugin.deepspeed.enable() is called too late: the process group is made", way_out=_FIRST)
+        raise Refused("ntp_plugin.deepspeed.enable() is called too late: the process group is made", fix=_FIRST)
 
 
 def end() -> None:
@@ -124,12 +124,12 @@ def _not_ours() -> ConfigError | Refused:
     if not RankContext.is_elastic():
         return ConfigError(
             "ntp.enabled is true, and this process was not started by `ntp run`",
-            way_out="ntp run takes torchrun's flags: ntp run --nproc-per-node 4 train.py ...",
+            fix="ntp run takes torchrun's flags: ntp run --nproc-per-node 4 train.py ...",
         )
     assert dist.is_initialized(), "an engine has a process group"
     return Refused(
         "ntp.enabled is true, and the process group was made before the plugin was imported",
-        way_out=_FIRST,
+        fix=_FIRST,
     )
 
 

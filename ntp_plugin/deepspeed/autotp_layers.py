@@ -34,7 +34,7 @@ from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.topology import Pattern
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor, default_granule
 
-_WAY_OUT = "leave ntp out, or have AutoTP cut this model in rows and columns of linear layers only"
+_FIX = "leave ntp out, or have AutoTP cut this model in rows and columns of linear layers only"
 _RECORDS = "ntp_autotp_records"
 
 
@@ -201,7 +201,7 @@ def without_numbers(output: Any) -> Any:
 
 def _cut_layer(name: str, module: Any, ruled_as: str | None, tp: int, granule: int | None) -> CutLayer:
     if type(module) not in (LinearLayer, LinearAllreduce, *LAYERS):
-        raise Refused(f"{name} is a {type(module).__name__}, which cannot be cut anew after a loss", way_out=_WAY_OUT)
+        raise Refused(f"{name} is a {type(module).__name__}, which cannot be cut anew after a loss", fix=_FIX)
     size = sum(module._partition_sizes)
     in_order = type(module) in LAYERS or bool(getattr(module, "gather_output", False))
     family, unit = _finest(size, module.tp_meta, str(ruled_as), tp, granule, in_order=in_order)
@@ -210,7 +210,7 @@ def _cut_layer(name: str, module: Any, ruled_as: str | None, tp: int, granule: i
         raise Refused(
             f"AutoTP has cut {name} in parts of {list(module._partition_sizes)}, which are not {family.units} units of"
             f" {unit} dealt evenly",
-            way_out="choose an autotp_size (or ntp.granule) that divides them",
+            fix="choose an autotp_size (or ntp.granule) that divides them",
         )
     return layer
 

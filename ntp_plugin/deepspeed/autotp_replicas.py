@@ -62,7 +62,7 @@ class CutReplicas:
             raise Refused(
                 f"there is one replica, of {topology.tp} slots, and no ZeRO, whose state is copied: a lost slot takes"
                 " its part of the state with it",
-                way_out=f"ZeRO stage 1 or 2, {2 * topology.tp} processes, or a lower tensor_parallel.autotp_size",
+                fix=f"ZeRO stage 1 or 2, {2 * topology.tp} processes, or a lower tensor_parallel.autotp_size",
             )
         self._engine, self._rank, self._topology = engine, rank, topology
         self._slot = topology.slot_of(rank.place.slot)
@@ -96,7 +96,7 @@ class CutReplicas:
             if self._sharded and tensor.family and name not in self._sharded:
                 raise Refused(
                     f"{name} is cut by AutoTP and not trained: with ZeRO a lost slot's part of it is in no copy",
-                    way_out="ZeRO stage 0, or train it",
+                    fix="ZeRO stage 0, or train it",
                 )
 
     def _as_laid_out(self, version: int) -> AvailableVersions:
@@ -222,7 +222,7 @@ class CutReplicas:
         try:
             (self._next,) = plan_relayout(self._nominal, held, epoch)
         except (BelowMinimum, StateLost) as found:
-            raise type(found)(found.what, way_out=_RESTART) from found
+            raise type(found)(found.what, fix=_RESTART) from found
         return self._next.digest
 
     def resume_from(self, agreed: Agreed) -> None:

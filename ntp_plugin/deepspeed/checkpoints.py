@@ -191,7 +191,7 @@ class EngineCheckpoints:
             raise StateLost(
                 f"the checkpoint of step {self._owed} was not written: a rank was lost before there were copies of that"
                 f" step; the state is now at step {self._window.step}, and the loop has ended",
-                way_out="resume from the copies (ntp run --ntp-resume latest), or from the checkpoint before",
+                fix="resume from the copies (ntp run --ntp-resume latest), or from the checkpoint before",
             )
         self._has_ended = True
         self.refuse_to_end_behind()
@@ -203,6 +203,6 @@ class EngineCheckpoints:
             raise StateLost(
                 f"a rank was lost after the script's last step, {self._newest}, and its part of the optimizer's state"
                 f" is copied only up to step {step}: the survivors cannot go on",
-                way_out="resume from the copies (ntp run --ntp-resume latest), or from the last checkpoint; a script"
+                fix="resume from the copies (ntp run --ntp-resume latest), or from the last checkpoint; a script"
                 " that ends with engine.save_checkpoint has copies of its last step",
             )

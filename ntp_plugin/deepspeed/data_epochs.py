@@ -61,5 +61,5 @@ def refuse_to_come_too_late(followed: Followed, step: int) -> None:
         raise Excluded(
             f"this process joins at step {step}, in a data epoch that its script has not reached: the others have gone"
             " on after they had admitted it",
-            way_out="this process ends; a new one may join in its slot",
+            fix="this process ends; a new one may join in its slot",
         )

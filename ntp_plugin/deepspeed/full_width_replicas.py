@@ -130,7 +130,7 @@ class FullWidthReplicas:
         if broken == some:
             raise StateLost(
                 f"no replica has all of its {self._topology.tp} slots, and those of an mpu cannot be cut anew",
-                way_out="restart from the last checkpoint",
+                fix="restart from the last checkpoint",
             )
         if broken:
             self._leave_out(broken, agreed)
@@ -176,7 +176,7 @@ def _refuse_other_places(mpu: Any, topology: Topology, rank: int) -> None:
         if sorted(found) != ranks:
             raise Refused(
                 f"the mpu has rank {rank} with {found} in {what}, and ntp knows it with {ranks}",
-                way_out=f"make groups of {topology.tp} ranks that follow each other, as Megatron's mpu does",
+                fix=f"make groups of {topology.tp} ranks that follow each other, as Megatron's mpu does",
             )
 
 

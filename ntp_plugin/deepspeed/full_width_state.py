@@ -125,7 +125,7 @@ class FullWidthState:
             raise StateLost(
                 f"after the recovery the members hold different state of step {step}, in {len(wrong)} tensors; the"
                 f" first is {wrong[0]}: {named}",
-                way_out="restart from the last checkpoint",
+                fix="restart from the last checkpoint",
             )
 
     def _digests(self) -> dict[str, int]:

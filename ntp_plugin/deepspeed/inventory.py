@@ -34,11 +34,11 @@ def known(*, resumes: bool) -> list[Item]:
 
 def refuse_unknown(engine: Any, *, strict: bool, resumes: bool = False) -> None:
     """Raise, or warn, if the job has state that the inventory does not cover."""
-    for name in require_known(_found(engine), known(resumes=resumes), strict=strict, way_out=_way_out(resumes=resumes)):
+    for name in require_known(_found(engine), known(resumes=resumes), strict=strict, fix=_fix(resumes=resumes)):
         _LOG.warning("copies: %s is not copied", name)
 
 
-def _way_out(*, resumes: bool) -> str:
+def _fix(*, resumes: bool) -> str:
     if resumes:
         return "ntp.copies.strict = false: it is what the script has made of it; or load the last checkpoint"
     return "ntp.copies.strict = false: surviving ranks keep what they have by then"

@@ -75,7 +75,7 @@ class DeepSpeedJob:
     def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, mpu: Any) -> None:
         """Raise `Refused` for an engine that could not go on after a loss, before it is built."""
         if self.engine is not None:
-            raise Refused("a second engine is made in this process", way_out="switch ntp on for one of them")
+            raise Refused("a second engine is made in this process", fix="switch ntp on for one of them")
         refuse_configuration(engine, config, policy, mpu=mpu)
         if self.rank.place.export is not None:  # an export trains nothing, and the monitors belong to the job
             for monitor in _MONITORS:
@@ -193,7 +193,7 @@ class DeepSpeedJob:
         if self.rank.place.joining:
             raise Refused(
                 "this process replaces a lost one, and the configuration does not enable ntp",
-                way_out='"ntp": {"enabled": true} in it, or leave --ntp-respawn out',
+                fix='"ntp": {"enabled": true} in it, or leave --ntp-respawn out',
             )
         self.let_go()
 

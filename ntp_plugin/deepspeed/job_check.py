@@ -137,7 +137,7 @@ def _shape(raw: Mapping[str, Any], zero: Any, *, tp: int, size: int) -> EngineSh
         raise ConfigError(
             f"train_batch_size = {total} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x"
             f" processes = {micro} x {accumulation} x {size}",
-            way_out="leave one of the three out, or give another --world-size",
+            fix="leave one of the three out, or give another --world-size",
         )
     optimizer = raw.get("optimizer", {})
     return EngineShape(
@@ -201,7 +201,7 @@ def _with_one_replica(check: JobCheck, shape: EngineShape) -> JobCheck:
         if shape.autotp > 1 and check.topology.dp == 1 and not shape.stage:
             raise Refused(
                 "there is one replica, and no ZeRO, whose state is copied: a lost slot takes its part with it",
-                way_out=f"ZeRO stage 1 or 2, {2 * shape.tp} processes, or a lower tensor_parallel.autotp_size",
+                fix=f"ZeRO stage 1 or 2, {2 * shape.tp} processes, or a lower tensor_parallel.autotp_size",
             )
     except Refused as error:
         return refused(check, error, flag="the layout")
@@ -210,7 +210,7 @@ def _with_one_replica(check: JobCheck, shape: EngineShape) -> JobCheck:
 
 def _topology(shape: EngineShape, policy: TrainingPolicy, size: int, ranks: StartedRanks) -> Topology:
     if size % shape.tp:
-        raise ConfigError(f"{size} processes do not make replicas of {shape.tp}", way_out=f"a multiple of {shape.tp}")
+        raise ConfigError(f"{size} processes do not make replicas of {shape.tp}", fix=f"a multiple of {shape.tp}")
     levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
     known = {name: value for name, value in levels.items() if value is not None}
     per_host = ranks.per_host or min(size, _USUAL_HOST)

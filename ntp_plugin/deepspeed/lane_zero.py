@@ -110,5 +110,5 @@ class LaneZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]
 def _not_while_degraded(what: str) -> Refused:
     return Refused(
         f"while a rank is lost the optimizer is sharded lane by lane, and {what}",
-        way_out="engine.save_checkpoint and load_checkpoint once all ranks are back",
+        fix="engine.save_checkpoint and load_checkpoint once all ranks are back",
     )

@@ -50,7 +50,7 @@ class Followed:
             raise Refused(
                 f"the loop left its loader in data epoch {begun - 1}, after {self.stream.peek().index} of"
                 f" {self.stream.per_data_epoch} micro-batches",
-                way_out="let it go to the end of the loader; a smaller data set makes data epochs shorter",
+                fix="let it go to the end of the loader; a smaller data set makes data epochs shorter",
             )
         self._data_epochs_begun, self._between = begun + 1, False
         self._epochs.append(self.sampler.epoch)

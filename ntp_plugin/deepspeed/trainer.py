@@ -67,7 +67,7 @@ class EngineProgress:
             if extras.get(what) != now[what]:
                 raise Refused(
                     f"the copies are of a job with {what} = {extras.get(what)}, and this one has {now[what]}",
-                    way_out="resume with the script, the configuration and the number of ranks of that run",
+                    fix="resume with the script, the configuration and the number of ranks of that run",
                 )
         self.found = extras["engine"]
 
@@ -147,7 +147,7 @@ class EngineTrainer:
         if self.copies is None or self._zero is None:
             raise Refused(
                 "--ntp-resume: a job without ZeRO, or without copies, has made none that it could begin from",
-                way_out="load the last checkpoint",
+                fix="load the last checkpoint",
             )
         refuse_unknown(self._engine, strict=self._strict, resumes=True)
         slots = tuple(range(self.topology.size))
@@ -194,7 +194,7 @@ class EngineTrainer:
     def report(self) -> Report:
         """Report what this rank holds. An update is made in place, so there is no way back except to copies."""
         if self._engine is None:
-            raise Refused("a rank was lost before there was an engine", way_out="start the job again")
+            raise Refused("a rank was lost before there was an engine", fix="start the job again")
         loop, held = self._loop, ""
         if self.copies is not None:
             held = self.copies.describe()
@@ -211,7 +211,7 @@ class EngineTrainer:
                 raise StateLost(
                     f"{len(agreed.reports)} of {self.topology.size} ranks are left, and no version of the"
                     " shards is copied completely",
-                    way_out="restart from the last checkpoint; before the next run: switch copies on (ntp.copies.mode),"
+                    fix="restart from the last checkpoint; before the next run: switch copies on (ntp.copies.mode),"
                     " or set ntp.copies.count higher",
                 )
             versions = repr(found)
@@ -290,7 +290,7 @@ class EngineTrainer:
         try:
             copies.restore(zero.make_room, slots)
         except StateLost as found:
-            raise StateLost(found.what, way_out="restart from the last checkpoint") from found
+            raise StateLost(found.what, fix="restart from the last checkpoint") from found
         zero.have_weights(giver)
         copies.steps = copies.state_of
         self._window.restart(copies.state_of, self._replicas.numbers, self._how_far.found)

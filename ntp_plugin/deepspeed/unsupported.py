@@ -21,7 +21,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     cuts = config._param_dict.get("tensor_parallel", {}).get("autotp_size", 0) > 1
     refuse_lost(policy)
     if type(engine) is not DeepSpeedEngine:
-        raise Refused(f"{type(engine).__name__} cannot go on after a loss", way_out=_WHAT_WORKS)
+        raise Refused(f"{type(engine).__name__} cannot go on after a loss", fix=_WHAT_WORKS)
     for option in (*unsupported_keys(config._param_dict, config.zero_config), *_unsupported_mpu(mpu, cuts=cuts)):
         _refuse(option)
     if mpu is not None:
@@ -31,7 +31,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
 
 
 def _refuse(option: UnsupportedOption) -> NoReturn:
-    raise Refused(str(option), way_out=option.fix)
+    raise Refused(str(option), fix=option.fix)
 
 
 def refuse_lost(policy: TrainingPolicy) -> None:
@@ -39,7 +39,7 @@ def refuse_lost(policy: TrainingPolicy) -> None:
     if policy.lost:
         raise ConfigError(
             "ntp.lost names slots that are missing from the start, and a DeepSpeed job cannot begin without them",
-            way_out="start with all slots; the job goes on without those that are lost later",
+            fix="start with all slots; the job goes on without those that are lost later",
         )
 
 
@@ -116,7 +116,7 @@ def refuse_one_replica(tp: int, ranks: int) -> None:
     if 1 < tp == ranks:
         raise Refused(
             f"the mpu has all {ranks} ranks in one replica, and one that has lost a slot cannot be cut anew",
-            way_out=f"start {2 * tp} processes or more, or have AutoTP cut the model",
+            fix=f"start {2 * tp} processes or more, or have AutoTP cut the model",
         )
 
 
@@ -160,25 +160,25 @@ def unsupported_ntp_keys(policy: TrainingPolicy, *, cuts: bool, mpu: bool) -> It
 def refuse_engine(engine: Any) -> None:
     """Raise for an engine that cannot go on after a loss, when it is built."""
     if engine.basic_optimizer is None:
-        raise Refused("there is no optimizer to keep through a loss", way_out="name one, or leave ntp out")
+        raise Refused("there is no optimizer to keep through a loss", fix="name one, or leave ntp out")
     if engine.has_moe_layers:
-        raise Refused("layers of experts are not held alike by all ranks", way_out=_WHAT_WORKS)
+        raise Refused("layers of experts are not held alike by all ranks", fix=_WHAT_WORKS)
     if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":
         raise Refused(
             "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
-            way_out='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
+            fix='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
         )
     if rounds_by_place(engine.basic_optimizer):
         raise Refused(
             "DeepSpeed's FusedAdam on a CPU rounds an element by its place in memory, so layouts differ",
-            way_out='"torch_adam": true in optimizer.params',
+            fix='"torch_adam": true in optimizer.params',
         )
     of_model, accumulated = engine.get_data_types()
     if engine.autotp_size() > 1 and of_model != accumulated:
         raise Refused(
             f"gradients of {of_model} are accumulated in {accumulated}, which is not built where AutoTP has cut the"
             " model",
-            way_out="leave data_types.grad_accum_dtype out",
+            fix="leave data_types.grad_accum_dtype out",
         )
 
 
@@ -206,7 +206,7 @@ def refuse_load(original: Any, *, degraded: Callable[[], bool]) -> Callable[...,
         if degraded():
             raise Refused(
                 "engine.load_checkpoint() while a rank is lost: the files hold other parts than its replica has now",
-                way_out="load it before the training, or once all ranks are back",
+                fix="load it before the training, or once all ranks are back",
             )
         return original(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def refuse_call(name: str) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> Any:
         raise Refused(
             f"engine.{name}() in a job that is to survive its ranks: {CALLS[name]}",
-            way_out="set it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
+            fix="set it in the configuration (train_batch_size, gradient_accumulation_steps), or leave ntp out",
         )
 
     return refused

@@ -37,7 +37,7 @@ class _NoGrid:
     def _refuse(self, *_: object) -> NoReturn:
         raise Refused(
             "this device mesh lost a rank that leaves its rows uneven, so that it is no grid",
-            way_out="ask a slice of one dimension, its groups, sizes or local ranks",
+            fix="ask a slice of one dimension, its groups, sizes or local ranks",
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -241,5 +241,5 @@ class DeviceMeshes:
                 raise Refused(
                     "a device mesh whose ranks have changed cannot be flattened or unflattened: that makes groups of "
                     "the ranks that it was made of",
-                    way_out="do it before any rank is lost, or when all are back",
+                    fix="do it before any rank is lost, or when all are back",
                 )

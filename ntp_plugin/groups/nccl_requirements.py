@@ -70,7 +70,7 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
         if found is not None and found in setting.refused:
             raise Refused(
                 f"live recovery of NCCL groups does not go with {setting.name}={found}: {setting.why}",
-                way_out=f"unset {setting.name}",
+                fix=f"unset {setting.name}",
             )
         if setting.value is not None and (found is None or found in setting.instead_of):
             environment[setting.name] = setting.value
@@ -81,21 +81,21 @@ def require_versions(torch_version: str, nccl_versions: dict[str, tuple[int, ...
     if tuple(int(part) for part in torch_version.split("+", maxsplit=1)[0].split(".")[:2]) < TORCH:
         raise Refused(
             f"live recovery of NCCL groups needs torch {_dotted(TORCH)} or newer, and this is torch {torch_version}",
-            way_out=f"install torch >= {_dotted(TORCH)}, or run without live recovery",
+            fix=f"install torch >= {_dotted(TORCH)}, or run without live recovery",
         )
     for which, version in nccl_versions.items():
         if version < NCCL:
             raise Refused(
                 f"live recovery of NCCL groups needs NCCL {_dotted(NCCL)} or newer (ncclCommRevoke), "
                 f"and {which} is NCCL {_dotted(version)}",
-                way_out="install a torch that was built with a newer NCCL, or run without live recovery",
+                fix="install a torch that was built with a newer NCCL, or run without live recovery",
             )
 
 
 def require_nccl() -> None:
     """Check all requirements for this process."""
     if not dist.is_nccl_available():
-        raise Refused("this torch was built without NCCL", way_out="install torch for CUDA, or use gloo")
+        raise Refused("this torch was built without NCCL", fix="install torch for CUDA, or use gloo")
     nccl: Any = dist.ProcessGroupNCCL
     require_versions(
         str(torch.__version__),

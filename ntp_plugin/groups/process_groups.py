@@ -56,7 +56,7 @@ def require_reconfigure() -> None:
     if not hasattr(dist.ProcessGroup, "reconfigure"):
         raise Refused(
             f"live recovery needs torch 2.15 or newer, and this is torch {torch.__version__}",
-            way_out="install torch >= 2.15, or run without live recovery",
+            fix="install torch >= 2.15, or run without live recovery",
         )
 
 
@@ -85,7 +85,7 @@ def kinds_of(backend: Any) -> frozenset[str]:
     if unknown:
         raise Refused(
             f"a process group of backend {', '.join(sorted(unknown))} cannot be edited when a rank is lost",
-            way_out="use gloo, nccl, or cpu:gloo,cuda:nccl",
+            fix="use gloo, nccl, or cpu:gloo,cuda:nccl",
         )
     return frozenset(name.removesuffix("2") for name in names)
 

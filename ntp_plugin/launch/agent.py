@@ -369,7 +369,7 @@ class TolerantAgent(LocalElasticAgent):
         return StoreLost(
             f"the job's store at {host}:{port} has not answered for {silence:.1f} s: this host is cut off, or the"
             " store's host is lost",
-            way_out="if other hosts go on, start the same command here again; else restart from the last checkpoint",
+            fix="if other hosts go on, start the same command here again; else restart from the last checkpoint",
         )
 
     def _exit_barrier(self) -> None:

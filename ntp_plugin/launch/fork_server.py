@@ -92,7 +92,7 @@ class ForkServer:
     def __init__(self, entrypoint: str, words: Sequence[str] = ()) -> None:
         """`words`: the command line of the workers' script, by which is decided what is imported."""
         if entrypoint != sys.executable:
-            raise Refused(f"--ntp-fork needs a Python script, and the job runs {entrypoint}", way_out="leave it out")
+            raise Refused(f"--ntp-fork needs a Python script, and the job runs {entrypoint}", fix="leave it out")
         self._lock, self._words = threading.Lock(), tuple(words)
         self._start()
 
@@ -125,7 +125,7 @@ class ForkServer:
         if numa_options is not None:
             raise Refused(
                 f"--ntp-fork: worker {local_rank_id} cannot be bound to a NUMA node, because it has done its imports",
-                way_out="leave out --numa-binding, or --ntp-fork",
+                fix="leave out --numa-binding, or --ntp-fork",
             )
         words = [word for word in args if word != "-u"]
         with self._lock:
@@ -136,7 +136,7 @@ class ForkServer:
                 code = self._process.wait()
                 raise Refused(
                     f"--ntp-fork: the process that does the imports exited with {code} before it forked this worker",
-                    way_out="see its output above, or leave out --ntp-fork",
+                    fix="see its output above, or leave out --ntp-fork",
                 )
             self._imports = False
             return Handler(Forked(answer, self))
@@ -191,7 +191,7 @@ def _refuse_a_gpu() -> None:
         raise Refused(
             "--ntp-fork: a module in NTP_PRELOAD has opened the GPU at its import, and a fork cannot use a GPU that its"
             " parent has opened",
-            way_out="take the module out of NTP_PRELOAD, or leave out --ntp-fork",
+            fix="take the module out of NTP_PRELOAD, or leave out --ntp-fork",
         )
 
 

@@ -59,7 +59,7 @@ def found(store: TorchStore, *, host: int, hosts: int, workers: int, slots: int,
     if (membership.slots, membership.first_slot) != (slots, first_slot):
         raise Refused(
             f"the hosts have different numbers of workers: this one {workers}, all {hosts} together {slots}",
-            way_out="give every host the same --nproc-per-node",
+            fix="give every host the same --nproc-per-node",
         )
     store.create("founded", json.dumps([hosts, workers]))
     return membership
@@ -89,7 +89,7 @@ class Arrival:
         if workers != self._workers:
             raise Refused(
                 f"the job runs {workers} workers on each host, but this host was to run {self._workers}",
-                way_out=f"use --nproc-per-node={workers}",
+                fix=f"use --nproc-per-node={workers}",
             )
         try:
             joined = self._await_vacancy(hosts)
@@ -104,7 +104,7 @@ class Arrival:
             if time.monotonic() > deadline:
                 raise Refused(
                     f"{most} other machines came first, and did not found the job within {self._thresholds.start_s} s",
-                    way_out="end the job on all machines, and start it again with another --rdzv-id",
+                    fix="end the job on all machines, and start it again with another --rdzv-id",
                 )
             if not is_logged:
                 self._log(f"{most} machines came first; this one waits until they have founded the job")
@@ -117,7 +117,7 @@ class Arrival:
         if view.over:
             raise Refused(
                 "a job with this --rdzv-id has already ended",
-                way_out="use another --rdzv-id to run it again",
+                fix="use another --rdzv-id to run it again",
             )
         while not view.over:
             for host in self._vacant(view, hosts):

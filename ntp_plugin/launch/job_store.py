@@ -48,10 +48,10 @@ def token_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> s
         raise ConfigError(
             f"{TOKEN} is not set, and the job runs on {hosts} hosts: without it any process that reaches the job's"
             " store could forge the reports of its ranks",
-            way_out=fix,
+            fix=fix,
         )
     if given and len(given) < _SHORTEST:
-        raise ConfigError(f"{TOKEN} has {len(given)} characters; at least {_SHORTEST} are needed", way_out=fix)
+        raise ConfigError(f"{TOKEN} has {len(given)} characters; at least {_SHORTEST} are needed", fix=fix)
     return given or secrets.token_hex(16)
 
 

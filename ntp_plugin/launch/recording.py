@@ -38,13 +38,13 @@ class RecordingOptions:
     def __post_init__(self) -> None:
         if self.folder is None and (self.wandb or self.prometheus is not None):
             flag = "--ntp-wandb" if self.wandb else "--ntp-prometheus"
-            raise ConfigError(f"{flag} needs a folder for the record", way_out="name one by --ntp-run-dir")
+            raise ConfigError(f"{flag} needs a folder for the record", fix="name one by --ntp-run-dir")
         for asked, module, extra in (
             (self.wandb, "wandb", "wandb"),
             (self.prometheus is not None, "prometheus_client", "prometheus"),
         ):
             if asked and importlib.util.find_spec(module) is None:
-                raise ConfigError(f"{module} is not installed", way_out=f"pip install 'ntp-plugin[{extra}]'")
+                raise ConfigError(f"{module} is not installed", fix=f"pip install 'ntp-plugin[{extra}]'")
         if self.prometheus is not None:
             _refuse_taken(self.prometheus)
 
@@ -140,9 +140,7 @@ def _record(folder: Path, host: int, *, is_new: bool) -> Path:
     except OSError as error:
         raise ConfigError(f"--ntp-run-dir {folder} cannot be written to: {error.strerror}") from None
     if taken and is_new:
-        raise ConfigError(
-            f"{events} holds the record of another run", way_out="name another folder, or remove this one"
-        )
+        raise ConfigError(f"{events} holds the record of another run", fix="name another folder, or remove this one")
     return events
 
 
@@ -154,5 +152,5 @@ def _refuse_taken(port: int) -> None:
     except OSError as error:
         raise ConfigError(
             f"--ntp-prometheus {port}: cannot listen on 127.0.0.1:{port}: {error.strerror}",
-            way_out="choose another port",
+            fix="choose another port",
         ) from None

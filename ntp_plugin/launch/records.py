@@ -42,7 +42,7 @@ def newest_record() -> Path:
     parent = Path(tempfile.gettempdir())
     found = [folder for folder in private_folders(parent, _PREFIX) if any(folder.glob("events*.jsonl"))]
     if not found:
-        raise ConfigError(f"there is no record of a run in {parent}", way_out="name the folder of the run")
+        raise ConfigError(f"there is no record of a run in {parent}", fix="name the folder of the run")
     return max(found, key=_changed)
 
 

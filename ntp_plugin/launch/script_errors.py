@@ -126,11 +126,11 @@ class ScriptErrors:
         if cause == _NOT_STARTED:
             raise NotStarted(
                 f"slot {slot} was lost before all others had begun to train, and these wait for it: {in_words}",
-                way_out="start the job again; nothing was trained",
+                fix="start the job again; nothing was trained",
             )
         repeated = ", which another process had before" * (cause == _REPEATED)
         raise ScriptError(
             f"slot {slot} ended by an error of its own script{repeated}: {in_words}",
-            way_out="fix the script and start again from the last checkpoint or from copies (ntp copies list);"
+            fix="fix the script and start again from the last checkpoint or from copies (ntp copies list);"
             " with --ntp-on-error retry or evict the job goes on without the rank",
         )

@@ -49,7 +49,7 @@ class Spares:
     def __init__(self, entrypoint: str, arguments: Sequence[str], *, most: int) -> None:
         if entrypoint != sys.executable:
             raise Refused(
-                f"--ntp-spares needs a Python script, and the job runs {entrypoint}", way_out="leave out --no-python"
+                f"--ntp-spares needs a Python script, and the job runs {entrypoint}", fix="leave out --no-python"
             )
         self._arguments = [argument for argument in arguments if argument != "-u"]
         self._most = most

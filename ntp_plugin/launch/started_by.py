@@ -55,7 +55,7 @@ class StartedBy:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{run_folder} has no record of the command that started its run",
-                way_out="resume from it with the job's own command: ntp run --ntp-resume",
+                fix="resume from it with the job's own command: ntp run --ntp-resume",
             ) from error
 
     @classmethod

@@ -190,7 +190,7 @@ class Supervisor:
             _LOG.exception("the supervisor of this host has failed")
             self.trouble = StoreLost(
                 f"the supervisor of this host has failed: {type(error).__name__}: {error}",
-                way_out="if other hosts go on, start the same command here again; report the traceback",
+                fix="if other hosts go on, start the same command here again; report the traceback",
             )
 
     def _wait_for_ends(self, workers: Mapping[int, _Worker]) -> None:

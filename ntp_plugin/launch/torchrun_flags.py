@@ -76,9 +76,9 @@ def most_hosts(arguments: argparse.Namespace) -> int:
     try:
         least, most = parse_min_max_nnodes(arguments.nnodes)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nnodes={arguments.nnodes} is not a number of hosts", way_out=fix) from error
+        raise ConfigError(f"--nnodes={arguments.nnodes} is not a number of hosts", fix=fix) from error
     if not 0 < least <= most:
-        raise ConfigError(f"--nnodes={arguments.nnodes}: {least} to {most} hosts is not a valid range", way_out=fix)
+        raise ConfigError(f"--nnodes={arguments.nnodes}: {least} to {most} hosts is not a valid range", fix=fix)
     return int(most)
 
 
@@ -92,7 +92,7 @@ def rendezvous_configuration(arguments: argparse.Namespace) -> dict[str, str]:
         found = _parse_rendezvous_config(arguments.rdzv_conf)
     except ValueError as error:
         raise ConfigError(
-            f"--rdzv-conf={arguments.rdzv_conf} is not a list of settings", way_out="NAME=VALUE,NAME=VALUE"
+            f"--rdzv-conf={arguments.rdzv_conf} is not a list of settings", fix="NAME=VALUE,NAME=VALUE"
         ) from error
     for name in _WHOLE_NUMBERS:
         if name in found and not found[name].isdecimal():
@@ -104,7 +104,7 @@ def store_in_rank_0() -> ConfigError:
     """Make the error for a rendezvous that `ntp run` cannot use."""
     return ConfigError(
         "with this rendezvous the store runs in rank 0, and is lost with it",
-        way_out="use --standalone, or --rdzv-backend c10d with --rdzv-endpoint",
+        fix="use --standalone, or --rdzv-backend c10d with --rdzv-endpoint",
     )
 
 
@@ -112,17 +112,17 @@ def store_in_rank_0() -> ConfigError:
 
 
 def _refuse_words(message: str) -> NoReturn:
-    raise ConfigError(message, way_out="see ntp run --help, and torchrun --help")
+    raise ConfigError(message, fix="see ntp run --help, and torchrun --help")
 
 
 def _refuse_flag(word: str, known: Sequence[str]) -> NoReturn:
     flag = word.partition("=")[0]
     close = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR)
     if close and flag not in schema.flags(TrainingPolicy, prefix="ntp-"):
-        raise ConfigError(f"{flag} is not a known flag of ntp run", way_out=f"did you mean {close[0]}")
+        raise ConfigError(f"{flag} is not a known flag of ntp run", fix=f"did you mean {close[0]}")
     raise ConfigError(
         f"{flag} is not a flag of ntp run or of torchrun",
-        way_out=f"put flags of the script and of its framework after the script: ntp run SCRIPT {word}",
+        fix=f"put flags of the script and of its framework after the script: ntp run SCRIPT {word}",
     )
 
 
@@ -132,9 +132,9 @@ def _check_workers(arguments: argparse.Namespace) -> None:
         workers = determine_local_world_size(given)
     except ValueError as error:
         reason = str(error).rstrip(".")
-        raise ConfigError(f"--nproc-per-node={given} is not a number of workers: {reason}", way_out=fix) from None
+        raise ConfigError(f"--nproc-per-node={given} is not a number of workers: {reason}", fix=fix) from None
     if not 1 <= workers <= _MOST_WORKERS:
-        raise ConfigError(f"--nproc-per-node={given}: a host cannot start {workers:,} workers", way_out=fix)
+        raise ConfigError(f"--nproc-per-node={given}: a host cannot start {workers:,} workers", fix=fix)
 
 
 def _check_rendezvous(arguments: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def _check_rendezvous(arguments: argparse.Namespace) -> None:
     if backend not in rendezvous_handler_registry._registry or (
         backend == "etcd-v2" and importlib.util.find_spec("etcd") is None
     ):
-        raise ConfigError(f"--rdzv-backend={backend} is not known here", way_out="--rdzv-backend=c10d")
+        raise ConfigError(f"--rdzv-backend={backend} is not known here", fix="--rdzv-backend=c10d")
     _check_endpoint(arguments.rdzv_endpoint)
 
 
@@ -159,16 +159,16 @@ def _check_endpoint(endpoint: str) -> None:
     try:
         host, _ = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint={endpoint} is not HOST:PORT", way_out=fix) from error
+        raise ConfigError(f"--rdzv-endpoint={endpoint} is not HOST:PORT", fix=fix) from error
     if ":" in host and "[" not in endpoint:  # torch reads everything before the last colon as the name
-        raise ConfigError(f"--rdzv-endpoint={endpoint} has {endpoint.count(':')} colons", way_out=fix)
+        raise ConfigError(f"--rdzv-endpoint={endpoint} has {endpoint.count(':')} colons", fix=fix)
 
 
 def _check_running(arguments: argparse.Namespace) -> None:
     if arguments.max_restarts:
         raise ConfigError(
             f"--max-restarts = {arguments.max_restarts} would restart all workers after a failure",
-            way_out="leave it out; --ntp-respawn replaces single workers",
+            fix="leave it out; --ntp-respawn replaces single workers",
         )
     interval = arguments.monitor_interval
     if not (math.isfinite(interval) and 0 < interval <= _LONGEST_LOOK_S):
@@ -177,7 +177,7 @@ def _check_running(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--shutdown-timeout={arguments.shutdown_timeout} must be 0 or more seconds")
     for name in arguments.signals_to_handle.split(","):
         if name not in signal.Signals.__members__:
-            raise ConfigError(f"--signals-to-handle: {name!r} is not a signal", way_out="names such as SIGTERM,SIGUSR1")
+            raise ConfigError(f"--signals-to-handle: {name!r} is not a signal", fix="names such as SIGTERM,SIGUSR1")
 
 
 # ---------------------------------------------------------------- output
@@ -189,11 +189,11 @@ def _check_output(arguments: argparse.Namespace) -> None:
             Std.from_str(text)
         except ValueError as error:
             raise ConfigError(
-                f"--{flag}={text} is not a choice of streams", way_out="0 to 3, or RANK:0 to RANK:3 with commas"
+                f"--{flag}={text} is not a choice of streams", fix="0 to 3, or RANK:0 to RANK:3 with commas"
             ) from error
     ranks = arguments.local_ranks_filter
     if ranks and not all(rank.strip().isdecimal() for rank in ranks.split(",")):
-        raise ConfigError(f"--local-ranks-filter={ranks} are not local ranks", way_out="numbers from 0 on: 0,1,2")
+        raise ConfigError(f"--local-ranks-filter={ranks} are not local ranks", fix="numbers from 0 on: 0,1,2")
     try:
         _get_logs_specs_class(arguments.logs_specs)
     except ValueError as error:
@@ -202,7 +202,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
         get_logging_handler(arguments.event_log_handler)
     except KeyError as error:
         raise ConfigError(
-            f"--event-log-handler={arguments.event_log_handler} is not known", way_out="console or null"
+            f"--event-log-handler={arguments.event_log_handler} is not known", fix="console or null"
         ) from error
 
 
@@ -222,9 +222,9 @@ def _check_log_dir(arguments: argparse.Namespace) -> None:
 def _check_script(arguments: argparse.Namespace) -> None:
     script = arguments.training_script
     if arguments.run_path:
-        raise ConfigError("--run-path starts no processes that ntp run can watch", way_out="leave it out")
+        raise ConfigError("--run-path starts no processes that ntp run can watch", fix="leave it out")
     if arguments.no_python and arguments.module:
-        raise ConfigError("--no-python and --module are both given", way_out="choose one")
+        raise ConfigError("--no-python and --module are both given", fix="choose one")
     if arguments.no_python:
         _check_program(script)
     elif arguments.module:
@@ -238,7 +238,7 @@ def _check_program(program: str) -> None:
         here = Path(program).is_file() and os.sep not in program
         raise ConfigError(
             f"{program!r} is not a program that can be started here",
-            way_out=f"./{program} names the one in this folder" if here else "name a file that is executable",
+            fix=f"./{program} names the one in this folder" if here else "name a file that is executable",
         )
 
 
@@ -249,16 +249,16 @@ def _check_module(module: str) -> None:
         PathFinder.find_spec(package, [str(Path.cwd())]) is not None or importlib.util.find_spec(package) is not None
     )
     if not is_there and os.environ.get("PYTHON_EXEC", sys.executable) == sys.executable:
-        raise ConfigError(f"there is no module {module!r}", way_out="install it, or set PYTHONPATH; -m takes a name")
+        raise ConfigError(f"there is no module {module!r}", fix="install it, or set PYTHONPATH; -m takes a name")
 
 
 def _check_file(path: Path, script: str) -> None:
     if not script or not path.exists():
         raise ConfigError(
             f"there is no script {script!r} in {Path.cwd()}",
-            way_out="name a file; put torchrun's flags before it, and its own flags after it",
+            fix="name a file; put torchrun's flags before it, and its own flags after it",
         )
     if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigError(f"the script {script!r} is a folder without __main__.py", way_out="name a file")
+        raise ConfigError(f"the script {script!r} is a folder without __main__.py", fix="name a file")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"the script {script!r} cannot be read by this user", way_out=f"chmod u+r {script}")
+        raise ConfigError(f"the script {script!r} cannot be read by this user", fix=f"chmod u+r {script}")

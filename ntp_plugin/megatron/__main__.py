@@ -13,7 +13,7 @@ def main() -> None:
     """Run the script as Python would; an error of the plugin ends it with one line and its exit code."""
     try:
         if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-            raise ConfigError("no script to run was named", way_out="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")
+            raise ConfigError("no script to run was named", fix="python -m ntp_plugin.megatron SCRIPT ARGUMENTS")
         cpu_emulation.install(cpu_emulation.wanted(), sys.argv[1:])
         activation.install()
         del sys.argv[0]

@@ -67,7 +67,7 @@ def _refuse_too_late() -> None:
         if found:
             raise Refused(
                 f"ntp_plugin.megatron.enable() is called too late: {what}",
-                way_out="make it the first lines of the script: from ntp_plugin.megatron import enable; enable()",
+                fix="make it the first lines of the script: from ntp_plugin.megatron import enable; enable()",
             )
 
 
@@ -133,7 +133,7 @@ def _with_layout(original: Any) -> Any:
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
-            raise ConfigError("--ntp-lost names slots, and the plugin is off", way_out="--ntp-enable")
+            raise ConfigError("--ntp-lost names slots, and the plugin is off", fix="--ntp-enable")
         if policy.enabled and args.ckpt_format == "torch":
             from ntp_plugin.megatron import hooks  # noqa: PLC0415  (it imports the rest of Megatron)
 

@@ -49,7 +49,7 @@ class BatchSchedule:
                 raise Refused(
                     f"a global batch of {size} does not divide over {replicas} replicas in micro-batches of"
                     f" {micro_batch}",
-                    way_out=f"sizes that are multiples of {divisor}; a size that the training is past may change too",
+                    fix=f"sizes that are multiples of {divisor}; a size that the training is past may change too",
                 )
 
 
@@ -65,7 +65,7 @@ def batch_schedule(args: Any) -> BatchSchedule:
     try:
         steps = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(text, args.seq_length)
     except ValueError as error:
-        raise ConfigError(f"{FLAG} {text!r}: {error}", way_out="TOKENS:SIZE TOKENS:SIZE ...") from error
+        raise ConfigError(f"{FLAG} {text!r}: {error}", fix="TOKENS:SIZE TOKENS:SIZE ...") from error
     if not steps or any(size < 1 for _, size in steps):
-        raise ConfigError(f"{FLAG} {text!r}: a size is missing or below 1", way_out="TOKENS:SIZE TOKENS:SIZE ...")
+        raise ConfigError(f"{FLAG} {text!r}: a size is missing or below 1", fix="TOKENS:SIZE TOKENS:SIZE ...")
     return BatchSchedule(steps=tuple(steps))

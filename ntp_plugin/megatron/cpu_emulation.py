@@ -45,7 +45,7 @@ def wanted(environment: Mapping[str, str] = os.environ) -> str:
     """Return what the variable asks for: `OFF`, `ON` or `FLOAT64`."""
     mode = environment.get(VARIABLE, OFF)
     if mode not in (OFF, "0", ON, FLOAT64):
-        raise ConfigError(f"{VARIABLE} = {mode!r} is not known", way_out=f"{ON} or {FLOAT64}; leave it out on a GPU")
+        raise ConfigError(f"{VARIABLE} = {mode!r} is not known", fix=f"{ON} or {FLOAT64}; leave it out on a GPU")
     return OFF if mode == "0" else mode
 
 

@@ -184,7 +184,7 @@ def _is_refused(family: FlagFamily, base: Any) -> bool:
 
 def _unsupported(rows: Sequence[Refusal], action: argparse.Action, base: Any) -> FlagStatus:
     """Return which values of a flag are refused, and why."""
-    why, fix = rows[0].why, rows[0].way_out
+    why, fix = rows[0].why, rows[0].fix
     parts = [row.flag.partition(" with ")[2] for row in rows if " with " in row.flag]
     if parts:
         return FlagStatus(status=CHANGED, text=f"Unsupported with {', '.join(parts)}: {why}")

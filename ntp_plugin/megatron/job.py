@@ -115,7 +115,7 @@ def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
         if found.setdefault(slot.stage, reported) != reported:
             raise PlansDiffer(
                 f"{slot} has other layers than the first slot of stage {slot.stage}",
-                way_out="start all with the same arguments",
+                fix="start all with the same arguments",
             )
     return ModelUnits(stages=tuple(found[stage] for stage in sorted(found)))
 
@@ -128,4 +128,4 @@ def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:
 def _compare(digests: Sequence[str], layout: Layout) -> None:
     if len(set(digests)) > 1:
         plans = ", ".join(f"{slot} {digest}" for slot, digest in zip(layout.slots, digests, strict=True))
-        raise PlansDiffer(f"the ranks made different plans: {plans}", way_out="start all with the same arguments")
+        raise PlansDiffer(f"the ranks made different plans: {plans}", fix="start all with the same arguments")

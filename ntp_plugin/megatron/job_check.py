@@ -93,16 +93,16 @@ def _require_a_live_job(args: Any, policy: TrainingPolicy) -> None:
     if policy.lost:
         raise ConfigError(
             "--ntp-lost names slots that are missing from the start, and the check is for jobs under `ntp run`",
-            way_out="leave --ntp-lost out here; such a job is checked when it starts",
+            fix="leave --ntp-lost out here; such a job is checked when it starts",
         )
     small = {name: value for name in _SIZES if (value := getattr(args, name)) is not None and value < 1}
     if small:
-        raise ConfigError(f"{_flags(small)} below 1", way_out="give a size of 1 or more")
+        raise ConfigError(f"{_flags(small)} below 1", fix="give a size of 1 or more")
     if args.step_batch_size_schedule is not None and args.global_batch_size is not None:
-        raise ConfigError(f"{SCHEDULE} and --global-batch-size: Megatron would not start", way_out="give one of them")
+        raise ConfigError(f"{SCHEDULE} and --global-batch-size: Megatron would not start", fix="give one of them")
     missing = [name for name in _REQUIRED if getattr(args, name) is None and not _is_hybrid(args, name)]
     if missing:
-        raise ConfigError(f"{_flags(missing)} missing: Megatron would not start", way_out="give all flags of the job")
+        raise ConfigError(f"{_flags(missing)} missing: Megatron would not start", fix="give all flags of the job")
 
 
 def _flags(names: Iterable[str]) -> str:
@@ -121,7 +121,7 @@ def _topology(args: Any, policy: TrainingPolicy, ranks: StartedRanks) -> Topolog
     if size % replica:
         raise ConfigError(
             f"{size} processes do not make replicas of {replica} (tensor x pipeline x context parallel)",
-            way_out=f"a multiple of {replica}",
+            fix=f"a multiple of {replica}",
         )
     levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
     known = {name: value for name, value in levels.items() if value is not None}

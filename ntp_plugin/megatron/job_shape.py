@@ -63,6 +63,6 @@ def taken_together(args: Any, replicas: int, batches: Iterable[int]) -> int:
             raise Refused(
                 f"a replica has {each} micro-batches, and an interleaved pipeline takes them in groups of {together}: "
                 "replicas of different width cannot share them",
-                way_out=f"a global batch that is a multiple of {args.micro_batch_size * replicas * together}",
+                fix=f"a global batch that is a multiple of {args.micro_batch_size * replicas * together}",
             )
     return together

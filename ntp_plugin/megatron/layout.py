@@ -164,7 +164,7 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
         problem = None
     raise problem or ConfigError(
         f"{processes} processes are not full-width replicas of TP {tp} x PP {pp} but for {', '.join(lost) or 'nobody'}",
-        way_out="start one process for each slot that is not lost",
+        fix="start one process for each slot that is not lost",
     )
 
 
@@ -173,5 +173,5 @@ def _refuse_lost_stages(layout: Layout) -> None:
         if len(pattern) == layout.topology.tp:
             raise Refused(
                 f"replica {replica} has no slot in stage {stage}",
-                way_out="leave the replica out: start fewer processes, and divide the global batch by their number",
+                fix="leave the replica out: start fewer processes, and divide the global batch by their number",
             )

@@ -35,7 +35,7 @@ def parsed(flags: Sequence[str]) -> tuple[Any, list[str]]:
             return parser().parse_known_args(list(flags))
     except SystemExit:
         error = output.getvalue().strip().rpartition("error: ")[2]
-        raise ConfigError(f"Megatron's parser refuses the flags: {error}", way_out="mend them first") from None
+        raise ConfigError(f"Megatron's parser refuses the flags: {error}", fix="mend them first") from None
 
 
 @functools.cache

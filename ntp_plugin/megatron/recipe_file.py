@@ -30,11 +30,11 @@ def words_of(recipe: object, where: str) -> list[str]:
     flags = recipe.get("MODEL_ARGS") if isinstance(recipe, Mapping) else None
     if not isinstance(flags, Mapping):
         raise ConfigError(
-            f"{where} has no mapping MODEL_ARGS", way_out="MODEL_ARGS: {--num-layers: 12, --sequence-parallel: true}"
+            f"{where} has no mapping MODEL_ARGS", fix="MODEL_ARGS: {--num-layers: 12, --sequence-parallel: true}"
         )
     odd = [str(name) for name in flags if not str(name).startswith("--")]
     if odd:
-        raise ConfigError(f"{where}: {odd[0]!r} in MODEL_ARGS is no flag", way_out=f"--{odd[0].lstrip('-')}")
+        raise ConfigError(f"{where}: {odd[0]!r} in MODEL_ARGS is no flag", fix=f"--{odd[0].lstrip('-')}")
     return [word for name, value in flags.items() for word in _words(str(name), value)]
 
 

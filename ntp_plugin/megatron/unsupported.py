@@ -20,7 +20,7 @@ class Refusal:
     flag: str
     applies: Callable[[Any], object]
     why: str
-    way_out: str
+    fix: str
 
 
 def _above(name: str, bound: float = 1) -> Callable[[Any], bool]:
@@ -36,13 +36,13 @@ def _has_checkpoints(args: Any) -> bool:
     return any(getattr(args, name, None) for name in ("save", "load", "pretrained_checkpoint"))
 
 
-def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, way_out: str = "") -> Refusal:
+def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, fix: str = "") -> Refusal:
     """Refuse something that could work, and is not built yet."""
     return Refusal(
         flag=flag,
         applies=applies or _given(flag.removeprefix("--").replace("-", "_")),
         why="is not built yet for replicas of different width",
-        way_out=way_out or f"leave {flag} out, or start with full-width replicas",
+        fix=fix or f"leave {flag} out, or start with full-width replicas",
     )
 
 
@@ -52,7 +52,7 @@ def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
         flag=flag,
         applies=applies,
         why="is not built yet",
-        way_out=f"leave {flag} out, or start by torchrun: a loss ends the job then",
+        fix=f"leave {flag} out, or start by torchrun: a loss ends the job then",
     )
 
 
@@ -77,7 +77,7 @@ def _hybrid(symbol: str, name: str) -> Refusal:
     return _not_built(
         f"--hybrid-layer-pattern with {symbol} ({name})",
         lambda args: symbol in _pattern(args),
-        way_out="a pattern of * (attention) or + (latent attention) and - (MLP), or start with full-width replicas",
+        fix="a pattern of * (attention) or + (latent attention) and - (MLP), or start with full-width replicas",
     )
 
 
@@ -106,19 +106,19 @@ TABLE: tuple[Refusal, ...] = (
         flag="--multi-latent-attention with --transformer-impl local",
         applies=lambda args: is_latent(args) and args.transformer_impl == "local",
         why="is a model that Megatron does not build: its own layers know one width of heads alone",
-        way_out="--transformer-impl transformer_engine",
+        fix="--transformer-impl transformer_engine",
     ),
     Refusal(
         flag="--mla-down-proj-fusion",
         applies=_given("mla_down_proj_fusion"),
         why="cuts the two down-projections as one matrix, in parts that depend on the width",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     Refusal(
         flag="--cache-mla-latents",
         applies=_given("cache_mla_latents"),
         why="is for inference: Megatron does not train with it",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     _not_built("--mtp-num-layers"),
     _not_built("--fp8-format", _given("fp8")),
@@ -129,7 +129,7 @@ TABLE: tuple[Refusal, ...] = (
             _has_checkpoints(args) and getattr(args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch")
         ),
         why="is for FSDP, which is not built yet for replicas of different width",
-        way_out="--ckpt-format torch_dist",
+        fix="--ckpt-format torch_dist",
     ),
     _not_built("--ckpt-convert-format"),
     _not_built("--load-main-params-from-ckpt"),
@@ -163,7 +163,7 @@ TABLE: tuple[Refusal, ...] = (
             flag=f"--save-{what}-interval",
             applies=_given(f"save_{what}_interval"),
             why="writes the parts of one replica as if its slots held even shares",
-            way_out="leave it out",
+            fix="leave it out",
         )
         for what in ("params", "wgrads", "dgrads", "activations")
     ),
@@ -172,7 +172,7 @@ TABLE: tuple[Refusal, ...] = (
             flag=flag,
             applies=_given(flag.removeprefix("--").replace("-", "_")),
             why="identifies logits by the nominal rank that computed a micro-batch, and here other ranks compute it",
-            way_out="leave it out, or start with full-width replicas",
+            fix="leave it out, or start with full-width replicas",
         )
         for flag in ("--logits-save-dir", "--logits-load-dir")
     ),
@@ -181,7 +181,7 @@ TABLE: tuple[Refusal, ...] = (
             flag=flag,
             applies=_given(flag.removeprefix("--").replace("-", "_")),
             why="skips as many micro-batches as a full-width replica would have had",
-            way_out="leave it out, or start with full-width replicas",
+            fix="leave it out, or start with full-width replicas",
         )
         for flag in ("--iterations-to-skip", "--result-rejected-tracker-filename")
     ),
@@ -189,49 +189,49 @@ TABLE: tuple[Refusal, ...] = (
         flag="--phase-transition-iterations",
         applies=_given("phase_transition_iterations"),
         why="numbers the samples of each phase from zero, and loaders here go by those of the whole training",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     Refusal(
         flag="--softmax-type",
         applies=lambda args: getattr(args, "softmax_type", None) == "learnable",
         why="learnable has a number for each head that Megatron does not mark as cut",
-        way_out="--softmax-type vanilla or off-by-one",
+        fix="--softmax-type vanilla or off-by-one",
     ),
     Refusal(
         flag="--distribute-saved-activations",
         applies=_given("distribute_saved_activations"),
         why="cuts activations into as many even parts as the replica has slots, and they may not divide",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     Refusal(
         flag="--cross-entropy-fusion-impl",
         applies=lambda args: getattr(args, "cross_entropy_fusion_impl", None) == "te",
         why="te assumes that all earlier slots are as wide as this one",
-        way_out="--cross-entropy-fusion-impl native",
+        fix="--cross-entropy-fusion-impl native",
     ),
     Refusal(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
         applies=_given("ddp_param_name_patterns_for_fp32_local_accumulation"),
         why="keeps gradients outside of the buckets that are scaled and summed",
-        way_out="--accumulate-allreduce-grads-in-fp32",
+        fix="--accumulate-allreduce-grads-in-fp32",
     ),
     Refusal(
         flag="--ddp-reduce-scatter-with-fp32-accumulation",
         applies=_given("ddp_reduce_scatter_with_fp32_accumulation"),
         why="is a way to sum that lanes do not have: they would sum in the gradients' own precision",
-        way_out="--accumulate-allreduce-grads-in-fp32",
+        fix="--accumulate-allreduce-grads-in-fp32",
     ),
     Refusal(
         flag="--lazy-mpu-init",
         applies=_given("lazy_mpu_init"),
         why="says that every replica has the nominal width",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     Refusal(
         flag="--no-initialization",
         applies=lambda args: getattr(args, "perform_initialization", True) is False,
         why="leaves weights as they are found in memory, and they cannot be loaded",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
     _not_built("--use-transformer-engine-op-fuser"),
@@ -249,19 +249,19 @@ TABLE: tuple[Refusal, ...] = (
         flag="--data-parallel-random-init",
         applies=_given("data_parallel_random_init"),
         why="sends weights from replica to replica in the order of their bytes, which differs with the width",
-        way_out="leave it out: all replicas draw the same weights",
+        fix="leave it out: all replicas draw the same weights",
     ),
     Refusal(
         flag="--dataloader-type",
         applies=lambda args: args.dataloader_type not in (None, "single"),
         why="distributes samples evenly by itself",
-        way_out="--dataloader-type single",
+        fix="--dataloader-type single",
     ),
     Refusal(
         flag="--optimizer",
         applies=lambda args: args.optimizer not in ("adam", "sgd"),
         why="is not element-wise, or nobody has tried it: a unit of a matrix would depend on its place",
-        way_out="--optimizer adam or sgd",
+        fix="--optimizer adam or sgd",
     ),
 )
 
@@ -271,7 +271,7 @@ PLANNED: tuple[Refusal, ...] = (
         flag="--use-cpu-initialization",
         applies=lambda args: not args.use_cpu_initialization,
         why="is needed: if weights are drawn on GPUs, nobody knows those of a lost slot",
-        way_out="--use-cpu-initialization",
+        fix="--use-cpu-initialization",
     ),
 )
 """What a job that begins degraded cannot do without.
@@ -286,24 +286,24 @@ def attention_draws_by_itself(args: Any) -> bool:
 
 
 EXACT_MASKS: tuple[Refusal, ...] = (
-    _not_built("--context-parallel-size", _above("context_parallel_size"), way_out="--context-parallel-size 1"),
+    _not_built("--context-parallel-size", _above("context_parallel_size"), fix="--context-parallel-size 1"),
     Refusal(
         flag="--mtp-num-layers",
         applies=_given("mtp_num_layers"),
         why="numbers its layers from one again, so they would have the masks of others",
-        way_out="leave it out",
+        fix="leave it out",
     ),
     Refusal(
         flag="--cuda-graph-impl",
         applies=lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
         why="plays back the masks that it has recorded",
-        way_out="--cuda-graph-impl none",
+        fix="--cuda-graph-impl none",
     ),
     Refusal(
         flag="--use-tp-pp-dp-mapping",
         applies=_given("use_tp_pp_dp_mapping"),
         why="numbers ranks in another order than slots",
-        way_out="leave it out",
+        fix="leave it out",
     ),
 )
 """What exact masks do not support, in a healthy layout either. `--ntp-dropout auto` draws none with these."""
@@ -313,7 +313,7 @@ ALL_MASKS_EXACT: tuple[Refusal, ...] = (
         flag="--attention-dropout",
         applies=attention_draws_by_itself,
         why="is drawn inside of TransformerEngine's kernels, by their own generators",
-        way_out="--ntp-dropout auto (all other masks are exact), --attention-dropout 0, or --transformer-impl local",
+        fix="--ntp-dropout auto (all other masks are exact), --attention-dropout 0, or --transformer-impl local",
     ),
 )
 """What `--ntp-dropout exact` refuses, and `auto` accepts."""
@@ -370,18 +370,18 @@ def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOptio
 def _refuse(found: Sequence[UnsupportedOption], cause: str) -> None:
     found = list({option.flag: option for option in reversed(found)}.values())[::-1]
     if len(found) == 1:
-        raise Refused(f"with {cause}, {found[0]}", way_out=found[0].fix)
+        raise Refused(f"with {cause}, {found[0]}", fix=found[0].fix)
     if found:
         raise Refused(
             f"with {cause}, {len(found)} options are not supported: {'; '.join(map(str, found))}",
-            way_out="; ".join(f"{option.flag}: {option.fix}" for option in found),
+            fix="; ".join(f"{option.flag}: {option.fix}" for option in found),
         )
 
 
 def _applying(table: Iterable[Refusal], args: Any) -> Iterator[UnsupportedOption]:
     for refusal in table:
         if refusal.applies(args):
-            yield UnsupportedOption(flag=refusal.flag, why=refusal.why, fix=refusal.way_out)
+            yield UnsupportedOption(flag=refusal.flag, why=refusal.why, fix=refusal.fix)
 
 
 def _too_few_processes(args: Any, layout: Layout) -> Iterator[UnsupportedOption]:
@@ -442,5 +442,5 @@ def _refuse_narrow(policy: TrainingPolicy, layout: Layout) -> None:
             raise Refused(
                 f"replica {replica} is {width} slots wide in stage {stage}, "
                 f"below --ntp-min-tp-width {policy.min_tp_width}",
-                way_out="lower it, or leave the replica out",
+                fix="lower it, or leave the replica out",
             )

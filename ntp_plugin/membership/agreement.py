@@ -79,7 +79,7 @@ class Agreement:
                 raise Excluded(
                     f"slot {member_id.slot} ({member_id.incarnation}) comes too late: the job was over with "
                     f"epoch {newest.epoch}",
-                    way_out="this process ends; there is nothing left to do",
+                    fix="this process ends; there is nothing left to do",
                 )
             wanted = protocol.with_joiners(newest, [member_id])
             if store.create(protocol.view_key(wanted.epoch), wanted.encode()) == wanted.encode():
@@ -173,7 +173,7 @@ class Agreement:
                 raise Excluded(
                     f"slot {member_id.slot} ({member_id.incarnation}) is not in epoch {epoch}: the others went on "
                     "without it",
-                    way_out="this process ends; a new one may join in its slot",
+                    fix="this process ends; a new one may join in its slot",
                 )
             if self.member.phase is Phase.RUNNING and agreed is not None:
                 self._compare_plans(agreed.view)
@@ -218,7 +218,7 @@ class Agreement:
         if others:
             raise PlansDiffer(
                 f"the members of epoch {view.epoch} made different plans: {', '.join(others)}; all others {usual}",
-                way_out="run the same versions and the same configuration everywhere",
+                fix="run the same versions and the same configuration everywhere",
             )
 
     def _evict_the_missing(self, look: Callable[[], Step], timeout_s: float) -> None:
@@ -231,7 +231,7 @@ class Agreement:
                 return
             raise NoAgreement(
                 f"epoch {epoch} did not agree within {timeout_s} s, and slot {mine} cannot tell who is missing",
-                way_out="look at the job's store; restart from the last checkpoint",
+                fix="look at the job's store; restart from the last checkpoint",
             )
         assert awaited is not None, "some member is late"
         _LOG.warning(

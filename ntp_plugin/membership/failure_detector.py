@@ -84,7 +84,7 @@ class Thresholds:
             raise ConfigError(
                 f"host_heartbeat_s = {self.host_heartbeat_s} must be above 0 and below a third of host_s = "
                 f"{self.host_s}",
-                way_out="three missed heartbeats are the least that means anything",
+                fix="three missed heartbeats are the least that means anything",
             )
         if self.store_s <= self.host_s:
             raise ConfigError(f"store_s = {self.store_s} must be above host_s = {self.host_s}")

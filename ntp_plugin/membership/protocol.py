@@ -287,7 +287,7 @@ def decide(reports: Mapping[int, Report]) -> Decision:
     if not veterans:
         raise StateLost(
             f"all {len(reports)} members are joining ranks, and none of them holds training state",
-            way_out="restart from the last checkpoint",
+            fix="restart from the last checkpoint",
         )
     votes = {report.applied: report.vote for report in veterans.values()}
 
@@ -309,5 +309,5 @@ def decide(reports: Mapping[int, Report]) -> Decision:
         + ", ".join(
             f"slot {slot} holds {r.oldest} to {r.applied + r.prepared}" for slot, r in sorted(veterans.items())
         ),
-        way_out="restart from the last checkpoint",
+        fix="restart from the last checkpoint",
     )

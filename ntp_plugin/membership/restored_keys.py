@@ -71,7 +71,7 @@ class RestoredKeys:
             raise StoreLost(
                 f"key {key} of the job's store was deleted and created anew with another value: another program writes"
                 " to the store, or a second job uses its name",
-                way_out="let only the job's hosts reach the store; restart the job from its last checkpoint",
+                fix="let only the job's hosts reach the store; restart the job from its last checkpoint",
             )
         kind, epoch = _of(key)
         if kind == _VIEW and epoch > self._newest:

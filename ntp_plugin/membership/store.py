@@ -77,7 +77,7 @@ class TorchStore:
         if not hmac.compare_digest(found, mine):
             raise ConfigError(
                 f"another NTP_TOKEN is used in the corner {self._corner} of the job's store",
-                way_out="set NTP_TOKEN to the same value on all hosts of the job; another job needs another --rdzv-id",
+                fix="set NTP_TOKEN to the same value on all hosts of the job; another job needs another --rdzv-id",
             )
 
     def _signature(self, key: str, value: bytes) -> bytes:
@@ -114,7 +114,7 @@ def _answered() -> Iterator[None]:
         reason = str(error).splitlines()[0]
         raise StoreLost(
             f"the job's store does not answer ({reason})",
-            way_out="restart the job from its last checkpoint; `ntp store` keeps a store outside of the nodes",
+            fix="restart the job from its last checkpoint; `ntp store` keeps a store outside of the nodes",
         ) from error
 
 

@@ -118,7 +118,7 @@ class DataParallel(VotedStep):
             named = ", ".join(f"slot {slot} {digest}" for slot, digest in zip(self.members, digests, strict=True))
             raise StateLost(
                 f"after the recovery the members hold different state at step {self.applied}: {named}",
-                way_out="restart from the last checkpoint",
+                fix="restart from the last checkpoint",
             )
 
     def replicated_state(self) -> ReplicatedState:

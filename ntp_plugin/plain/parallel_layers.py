@@ -134,9 +134,7 @@ class TensorParallelMLP(torch.nn.Module):
 
 def _part(features: int, group: TensorParallelGroup) -> tuple[int, int]:
     if features < group.degree:
-        raise Refused(
-            f"{features} features cannot be cut over {group.degree} slots", way_out=f"use {group.degree} or more"
-        )
+        raise Refused(f"{features} features cannot be cut over {group.degree} slots", fix=f"use {group.degree} or more")
     ((start, stop),) = sp.even_cut(((0, features),), group.degree)[group.slot]
     return start, stop
 
@@ -160,7 +158,7 @@ def describe(parameters: Mapping[str, torch.nn.Parameter]) -> ModelUnits:
     for name, parameter in parameters.items():
         cut: Tensor | None = getattr(parameter, _CUT, None)
         if cut is None and not parameter.dim():
-            raise Refused(f"{name} is a single number without a dimension", way_out="give it the shape (1,)")
+            raise Refused(f"{name} is a single number without a dimension", fix="give it the shape (1,)")
         if cut is None:
             tensors.append(Tensor(name=name, shape=tuple(parameter.shape)))
             continue
@@ -168,11 +166,11 @@ def describe(parameters: Mapping[str, torch.nn.Parameter]) -> ModelUnits:
         if families.setdefault(cut.family, units) != units:
             raise Refused(
                 f"{name} has {units} features, and others of its family {cut.family!r} have {families[cut.family]}",
-                way_out="give layers that are cut separately different families",
+                fix="give layers that are cut separately different families",
             )
         tensors.append(Tensor(name=name, shape=cut.shape, family=cut.family, dim=cut.dim, runs=cut.runs))
     if not families:
-        raise Refused("no layer of the model is cut", way_out="use ColumnParallel and RowParallel, or elastic_job")
+        raise Refused("no layer of the model is cut", fix="use ColumnParallel and RowParallel, or elastic_job")
     return ModelUnits(
         stages=(
             StageUnits(

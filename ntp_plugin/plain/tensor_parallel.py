@@ -202,9 +202,7 @@ def _nominal(
     min_width: int,
 ) -> Nominal:
     if ranks % tp:
-        raise Refused(
-            f"{ranks} ranks are not a multiple of {tp}, the slots of a replica", way_out=f"start {tp} x N ranks"
-        )
+        raise Refused(f"{ranks} ranks are not a multiple of {tp}, the slots of a replica", fix=f"start {tp} x N ranks")
     parameter_bytes = max(parameter.element_size() for parameter in parameters.values())
     return Nominal(
         topology=Topology(tp=tp, pp=1, dp=ranks // tp, gpus_per_node=tp, nodes_per_rack=1, racks_per_power_row=1),

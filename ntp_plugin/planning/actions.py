@@ -84,11 +84,11 @@ class ActionPolicy:
     def __post_init__(self) -> None:
         unknown = [action for action in self.forbid if action not in ACTIONS]
         if unknown:
-            raise ConfigError(f"{unknown[0]!r} is no action", way_out=f"choose from {', '.join(ACTIONS)}")
+            raise ConfigError(f"{unknown[0]!r} is no action", fix=f"choose from {', '.join(ACTIONS)}")
         if (self.batch is None) != (self.noise_scale is None):
             raise ConfigError(
                 "a batch that may change needs its size and its gradient noise scale, or neither",
-                way_out="give both, or leave both out and keep the batch",
+                fix="give both, or leave both out and keep the batch",
             )
 
 
@@ -122,7 +122,7 @@ def choose(situation: Situation, policy: ActionPolicy, *, current: str | None = 
         reasons = "; ".join(f"{row.action}: {row.reason}" for row in table)
         raise Refused(
             f"no action is possible after the loss of {len(situation.lost)} slots ({reasons})",
-            way_out="allow another action, bring slots back, or restart by hand",
+            fix="allow another action, bring slots back, or restart by hand",
         )
     enough = max(possible.values()) * (1 - EQUAL)
     best = next(action for action in possible if possible[action] >= enough)  # the first of equals

@@ -131,7 +131,7 @@ def split_batch(
     computed = total + repaid - sp.size(dealt.left)
     if not computed:
         raise Refused(
-            "no replica can finish one micro-batch in the step of a full-width replica", way_out="use batch mode strict"
+            "no replica can finish one micro-batch in the step of a full-width replica", fix="use batch mode strict"
         )
     return BatchSplit(
         mode=policy.mode,
@@ -222,5 +222,5 @@ def _check_splits(paces: Mapping[int, ReplicaPace], micro_batch: int) -> None:
         if micro_batch % pace.splits:
             raise Refused(
                 f"replica {replica} cannot run a micro-batch of {micro_batch} samples in {pace.splits} equal splits",
-                way_out=f"choose a number of splits that divides {micro_batch}",
+                fix=f"choose a number of splits that divides {micro_batch}",
             )

@@ -66,7 +66,7 @@ def place_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, 
         raise Refused(
             f"{policy.count} far copies need {policy.count + 1} whole {policy.far} domains, and {nodes} hosts of "
             f"{topology.gpus_per_node} GPUs make {domains}",
-            way_out="lower copies.count (0: none), or set copies.far to something smaller",
+            fix="lower copies.count (0: none), or set copies.far to something smaller",
         )
     lost = frozenset(lost_nodes)
     resettled: dict[tuple[int, int], Resettled] = {}  # filled below; `placement` sees each entry as it is made

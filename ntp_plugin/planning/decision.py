@@ -36,7 +36,7 @@ def as_allowed(nominal: Nominal) -> Nominal:
     if {REDUCE_TP, DROP_REPLICA} <= set(forbid) and nominal.policy.actions.restart_s is None:
         raise ConfigError(
             "reduce-tp and drop-replica are forbidden, and restart_s is not set: no action after a loss is possible",
-            way_out="allow one of them, or set restart_s to the duration of a restart",
+            fix="allow one of them, or set restart_s to the duration of a restart",
         )
     if REDUCE_TP not in forbid:
         return nominal

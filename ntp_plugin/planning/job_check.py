@@ -116,7 +116,7 @@ class CheckedJob:
 
 def refused(check: JobCheck, error: Refused, *, flag: str) -> JobCheck:
     """Return the check with one more reason to refuse the job."""
-    found = UnsupportedOption(flag=flag, why=error.what, fix=error.way_out)
+    found = UnsupportedOption(flag=flag, why=error.what, fix=error.fix)
     return dataclasses.replace(check, unsupported=(*check.unsupported, found))
 
 

@@ -47,7 +47,7 @@ def plan(job: Job) -> RecoveryPlan:
     _refuse_overlap("lose", lose, "already", already, sorted(lose & already))
     never_lost = sorted(back - already)
     if never_lost:
-        raise ConfigError(f"back names {never_lost[0]}, which was not lost", way_out="name it in already as well")
+        raise ConfigError(f"back names {never_lost[0]}, which was not lost", fix="name it in already as well")
     return plan_recovery(as_allowed(Nominal.of(job)), lost_before=already, lost=(already | lose) - back)
 
 
@@ -67,5 +67,5 @@ def _refuse_overlap(one: str, ones: frozenset[Slot], other: str, others: frozens
     if both:
         raise ConfigError(
             f"{both[0]} is in {one} ({len(ones)} slots) and in {other} ({len(others)} slots)",
-            way_out="name each slot once",
+            fix="name each slot once",
         )

@@ -191,7 +191,7 @@ def fit_groups(
                 rungs=rungs,
             )
             if tried[-1].bytes > limit:
-                raise Refused(_why(stage, surviving.topology.tp, pattern, tried, limit), way_out=_WAY_OUT)
+                raise Refused(_why(stage, surviving.topology.tp, pattern, tried, limit), fix=_FIX)
             found[stage, pattern] = tried[-1]
     return found
 
@@ -219,7 +219,7 @@ def narrowest(
     return min_tp_width
 
 
-_WAY_OUT = "drop the replica (a higher min_tp_width), shard the optimizer, or bring slots back"
+_FIX = "drop the replica (a higher min_tp_width), shard the optimizer, or bring slots back"
 
 
 def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) -> Iterator[Rung]:

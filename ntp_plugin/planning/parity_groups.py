@@ -98,12 +98,12 @@ def share_parities(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int
     )
     if parities.domains <= policy.sharers:
         fewer = parities.domains - 1
-        ways_out = [f"at most xor:{fewer} here"] if fewer > 1 else []
-        ways_out += ["copies.mode = copy"] + (["copies.far set to something smaller"] if policy.far != "node" else [])
+        fixes = [f"at most xor:{fewer} here"] if fewer > 1 else []
+        fixes += ["copies.mode = copy"] + (["copies.far set to something smaller"] if policy.far != "node" else [])
         raise Refused(
             f"copies.mode = {policy.mode} needs {policy.sharers} {policy.far} domains for the members of a parity and "
             f"one more for itself, and {topology.nodes} hosts of {topology.gpus_per_node} GPUs make {parities.domains}",
-            way_out=", or ".join(ways_out),
+            fix=", or ".join(fixes),
         )
     dealt = Counter[int]()
     for turn in _turns_without_parity_host(parities):

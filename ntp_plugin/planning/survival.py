@@ -216,15 +216,13 @@ def _survival(nominal: Nominal, copies: Placement | ParityGroups | None, kind: L
     if not ends:
         return found
     loss, refusal = ends[0]
-    return dataclasses.replace(
-        found, example=loss.name, why=refusal.what, fix=refusal.way_out, exit_code=refusal.exit_code
-    )
+    return dataclasses.replace(found, example=loss.name, why=refusal.what, fix=refusal.fix, exit_code=refusal.exit_code)
 
 
 def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: frozenset[Slot]) -> set[str]:
     """Return where state comes from after a loss; raises `Refused` if the job cannot go on."""
     if len(lost) == nominal.topology.size:
-        raise BelowMinimum("all ranks are lost", way_out="more hosts (--nnodes), and more than one replica")
+        raise BelowMinimum("all ranks are lost", fix="more hosts (--nnodes), and more than one replica")
     after = nominal.surviving(lost)
     after.require_a_replica()
     change = Change(
@@ -254,7 +252,7 @@ def _plan(nominal: Nominal, lost: frozenset[Slot]) -> RecoveryPlan:
         if choice.action == RESTART:
             raise RestartIsBetter(
                 f"a restart is worth more than going on ({'; '.join(in_lines(choice))})",
-                way_out="leave actions.restart_s out",
+                fix="leave actions.restart_s out",
             )
     return plan
 

@@ -87,7 +87,7 @@ def parse_slots(words: Iterable[str], topology: Topology) -> frozenset[Slot]:
         match = _NAME.fullmatch(word)
         if match is None:
             raise ConfigError(
-                f"{word!r} does not name a slot", way_out="write r3.s1.t5, a stage r3.s1, a replica r3, or a host node7"
+                f"{word!r} does not name a slot", fix="write r3.s1.t5, a stage r3.s1, a replica r3, or a host node7"
             )
         found.update(_named(word, {part: int(text) for part, text in match.groupdict().items() if text}, topology))
     return frozenset(found)
@@ -101,7 +101,7 @@ def _named(word: str, parts: Mapping[str, int], topology: Topology) -> list[Slot
             letter = letters[part]
             raise ConfigError(
                 f"{word} is not in this layout of dp = {topology.dp}, pp = {topology.pp}, tp = {topology.tp}",
-                way_out=f"{letter}0 to {letter}{counts[part] - 1} exist",
+                fix=f"{letter}0 to {letter}{counts[part] - 1} exist",
             )
     if "node" in parts:
         return topology.slots_on(parts["node"])
@@ -190,5 +190,5 @@ class SurvivingReplicas:
             raise BelowMinimum(
                 f"no replica is left: the best of {self.topology.dp} has a stage with {widest} of {self.topology.tp} "
                 f"TP slots, and min_tp_width is {self.min_tp_width}",
-                way_out="lower min_tp_width, bring slots back, or restart from a checkpoint",
+                fix="lower min_tp_width, bring slots back, or restart from a checkpoint",
             )

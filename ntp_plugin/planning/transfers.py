@@ -335,7 +335,7 @@ def _state_lost(change: Change, slot: Slot, what: str, *, copied: bool, units: s
         )
     return StateLost(
         f"{thing} of {slot} is held by no living slot, and {reason}; lost are {units}",
-        way_out=f"restart from the last checkpoint; {cure}",
+        fix=f"restart from the last checkpoint; {cure}",
     )
 
 

@@ -130,15 +130,15 @@ def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = N
     if model.query_groups % tp:
         raise Refused(
             f"groups = {model.query_groups} query groups do not divide over tp = {tp} slots",
-            way_out=f"a query group stays whole, so choose a tp that divides {model.query_groups}",
+            fix=f"a query group stays whole, so choose a tp that divides {model.query_groups}",
         )
     if model.ffn % tp:
-        raise Refused(f"ffn = {model.ffn} does not divide over tp = {tp} slots", way_out="choose a tp that divides ffn")
+        raise Refused(f"ffn = {model.ffn} does not divide over tp = {tp} slots", fix="choose a tp that divides ffn")
     granule = default_granule(model.ffn, tp) if granule is None else granule
     if model.ffn // tp % granule:
         raise Refused(
             f"granule = {granule} does not divide a slot's {model.ffn // tp} MLP columns (ffn {model.ffn} / tp {tp})",
-            way_out=f"choose a divisor of {model.ffn // tp}, or leave granule out",
+            fix=f"choose a divisor of {model.ffn // tp}, or leave granule out",
         )
     (attention, attention_tensors), (mlp, mlp_tensors) = _attention(model), _mlp(model, granule)
     stages = []

@@ -247,7 +247,7 @@ class Driver:
         if not unmatched.keys() <= set(agreed.view.joiners):
             raise Refused(
                 f"this process made groups that others have not made: {missing}",
-                way_out="make the same groups in the same order in every process before it starts to train, and"
+                fix="make the same groups in the same order in every process before it starts to train, and"
                 " destroy those that are made later",
             )
         _LOG.warning("evicting a joining rank that did not make all groups: %s", missing)

@@ -38,10 +38,10 @@ def write(save: Callable[[], object], driver: Driver, folder: Path, *, step: int
         event_writer.write(Exported(step=step, folder=str(folder), failed=failed))
         raise NotWritten(
             f"the checkpoint of step {step} cannot be written to {folder}, {_room(folder)}: {failed}",
-            way_out="export to another folder; the copies are as they were",
+            fix="export to another folder; the copies are as they were",
         ) from error
     if saved is None:
-        raise PeerLost("another process of this export is lost", way_out="start it again; the copies are as they were")
+        raise PeerLost("another process of this export is lost", fix="start it again; the copies are as they were")
     if dist.get_rank() == 0:
         event_writer.write(Exported(step=step, folder=str(folder), failed=""))
 

@@ -282,7 +282,7 @@ class JobCopies:
             )
             return
         assert failed is not None, "there was a version to restore"
-        raise StateLost(failed.what, way_out="restart from the last checkpoint") from failed
+        raise StateLost(failed.what, fix="restart from the last checkpoint") from failed
 
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
         """Resume from the copies of a dead run, in any layout, and return the step that they were made after.
@@ -295,7 +295,7 @@ class JobCopies:
         if not self._chosen:
             raise StateLost(
                 f"no version in {folder} has copies of all its parts",
-                way_out="begin without --ntp-resume, from the last checkpoint",
+                fix="begin without --ntp-resume, from the last checkpoint",
             )
         server = Server(there, run=self._run, secret=self._secret, host=self._server.address[0], report=self._trouble)
         try:

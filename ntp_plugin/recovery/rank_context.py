@@ -78,7 +78,7 @@ class RankContext:
         if self.slots % (tp * pp):
             raise Refused(
                 f"{self.slots} processes do not make full-width replicas of {tp * pp}",
-                way_out=f"start a multiple of {tp * pp}",
+                fix=f"start a multiple of {tp * pp}",
             )
         levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
         known = {name: value for name, value in levels.items() if value is not None}
@@ -123,7 +123,7 @@ class RankContext:
     def read(cls, environment: Mapping[str, str] = os.environ) -> "RankContext":
         """Read the environment that `ntp run` made."""
         if _MARKER not in environment:
-            raise ConfigError("this process was not started by `ntp run`", way_out="ntp run takes torchrun's flags")
+            raise ConfigError("this process was not started by `ntp run`", fix="ntp run takes torchrun's flags")
         host_incarnation = int(environment.get("NTP_HOST_INCARNATION", "0"))
         return cls(
             slot=int(environment["RANK"]),

@@ -204,8 +204,7 @@ class ReplicaWatch:
             self._wait_for_all_to_know()
         raise SilentCorruption(
             f"{what}; at step {self._alike} all were alike" if self._alike else what,
-            way_out="test the hardware of these slots"
-            + ("; the others go on" if heals else f", and {self._restart()}"),
+            fix="test the hardware of these slots" + ("; the others go on" if heals else f", and {self._restart()}"),
         )
 
     def _wait_for_all_to_know(self) -> None:

@@ -82,7 +82,7 @@ def require_same(rank: ElasticRank, mine: Fingerprint, *, leaves: bool) -> None:
     if found:
         raise Refused(
             f"the ranks of this job differ in what their training depends on: {_named(found, mine)}",
-            way_out="start all ranks by the same command, environment, data and versions",
+            fix="start all ranks by the same command, environment, data and versions",
         )
 
 
@@ -117,5 +117,5 @@ def _require_same_as_job(rank: ElasticRank, mine: Fingerprint) -> None:
         raise Refused(
             f"slot {rank.place.slot} ({rank.place.incarnation}) is not admitted, because its training would differ from"
             f" that of the job (there): {fp.in_short(found)}",
-            way_out="start it by the command, environment, data and versions of the job, which goes on without it",
+            fix="start it by the command, environment, data and versions of the job, which goes on without it",
         )

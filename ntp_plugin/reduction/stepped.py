@@ -93,7 +93,7 @@ def _like(tensor_slice: TensorSlice, kinds: Mapping[str, CopiedSlice]) -> Copied
         )
         raise Refused(
             f"the copies {found}, and this model has it of shape {tensor_slice.shape}",
-            way_out="resume with the model, and the number of stages, of the run that made them",
+            fix="resume with the model, and the number of stages, of the run that made them",
         )
     return like
 
@@ -104,7 +104,7 @@ def _require_numbers(like: CopiedSlice, of_group: tuple[str, ...]) -> None:
         raise Refused(
             f"the copies of {like.tensor_slice.tensor} lack its optimizer's {', '.join(missing)}: an earlier version of"
             " the plugin made them, or another optimizer",
-            way_out="restart from the last checkpoint",
+            fix="restart from the last checkpoint",
         )
 
 

@@ -149,7 +149,7 @@ def compare(
             ]
             raise StateLost(
                 f"{tensor.name} ({entry}) is not the same wherever it is held: {'; '.join(digests)}",
-                way_out="restart from the last checkpoint",
+                fix="restart from the last checkpoint",
             )
 
 
@@ -168,5 +168,5 @@ def compare_kept(tensor: Tensor, kept: Mapping[int, str], *, step: int) -> None:
             raise StateLost(
                 f"the optimizers in slots {first} and {slot} keep different things for {tensor.name} at step {step}: "
                 f"{kept[first]} and {theirs}",
-                way_out="restart from the last checkpoint",
+                fix="restart from the last checkpoint",
             )

@@ -94,7 +94,7 @@ def refuse_unequal_replicas(plans: Sequence[RelayoutPlan], state: ShardedState, 
     except StateLost as found:
         raise Refused(
             f"the replicas do not begin alike: {found.what}",
-            way_out="have all of them load one checkpoint, or draw their weights from one seed",
+            fix="have all of them load one checkpoint, or draw their weights from one seed",
         ) from found
 
 

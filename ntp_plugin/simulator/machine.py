@@ -44,7 +44,7 @@ def read_machine(name: str) -> GpuModel:
     path = Path(name) if name.endswith((".toml", ".json")) else FOLDER / f"{name}.toml"
     if path.parent == FOLDER and not path.exists():
         raise ConfigError(
-            f"machine = {name!r} is not known", way_out=f"choose from {', '.join(known())}, or name a .toml file"
+            f"machine = {name!r} is not known", fix=f"choose from {', '.join(known())}, or name a .toml file"
         )
     return parse(
         read_file(path, least="simulator/machines/ has examples"),
@@ -58,11 +58,9 @@ def parse(table: Mapping[str, Any], *, where: str) -> GpuModel:
     for name in [*fields, *table]:
         entry = table.get(name)
         if name not in fields:
-            raise ConfigError(f"{where}: {name} is not a constant of a machine", way_out=f"known: {', '.join(fields)}")
+            raise ConfigError(f"{where}: {name} is not a constant of a machine", fix=f"known: {', '.join(fields)}")
         if not isinstance(entry, Mapping) or not str(entry.get("source", "")).strip():
-            raise ConfigError(
-                f"{where}: {name} has no source", way_out=f"write [{name}] with value = ... and source = ..."
-            )
+            raise ConfigError(f"{where}: {name} has no source", fix=f"write [{name}] with value = ... and source = ...")
         value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"{where}: {name} = {value!r} must be a number above 0")

@@ -64,5 +64,5 @@ POLICIES: Mapping[str, DomainPolicy] = {
 def policy_of(name: str) -> DomainPolicy:
     """The policy of that name."""
     if name not in POLICIES:
-        raise ConfigError(f"{name!r} is no policy", way_out=f"choose from {', '.join(POLICIES)}")
+        raise ConfigError(f"{name!r} is no policy", fix=f"choose from {', '.join(POLICIES)}")
     return POLICIES[name]

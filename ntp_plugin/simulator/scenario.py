@@ -102,19 +102,19 @@ class Simulation:
         if self.failures.blast_gpus > self.parallel.tp:
             raise ConfigError(
                 f"blast_gpus = {self.failures.blast_gpus} is above tp = {self.parallel.tp}",
-                way_out=f"choose 1 to {self.parallel.tp}",
+                fix=f"choose 1 to {self.parallel.tp}",
             )
         if self.model.layers < self.parallel.pp:
             raise ConfigError(f"layers = {self.model.layers} do not fill pp = {self.parallel.pp} stages")
         if self.spares_needed and not (self.packed and self.days):
-            raise ConfigError("spares_needed counts over a run of a packed fleet", way_out="set packed and days")
+            raise ConfigError("spares_needed counts over a run of a packed fleet", fix="set packed and days")
         if self.failures.trace is not None and self.failures.trace_gpus is None:
             raise ConfigError(
                 "a trace tells of whole domains or hosts, not of GPUs",
-                way_out="say with trace_gpus how many GPUs each outage takes",
+                fix="say with trace_gpus how many GPUs each outage takes",
             )
         if not (self.days or self.failed_up_to):
-            raise ConfigError("nothing to simulate", way_out="set days, or failed_up_to, or both")
+            raise ConfigError("nothing to simulate", fix="set days, or failed_up_to, or both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Scenario:
         if self.asked.parallel.tp > self.machine.domain_gpus:
             raise ConfigError(
                 f"tp = {self.asked.parallel.tp} is larger than the machine's domain of {self.machine.domain_gpus} GPUs",
-                way_out="choose a smaller tp, or a machine with larger domains",
+                fix="choose a smaller tp, or a machine with larger domains",
             )
         return self.machine.domain_gpus // self.asked.parallel.tp
 

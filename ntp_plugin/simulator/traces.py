@@ -35,7 +35,7 @@ def read_trace(path: Path) -> tuple[Outage, ...]:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows = list(_csv_rows(text, path) if path.suffix == ".csv" else _json_rows(text, path))
     if not rows:
-        raise ConfigError(f"{path} has no outages", way_out=f"write rows of {', '.join(COLUMNS)}")
+        raise ConfigError(f"{path} has no outages", fix=f"write rows of {', '.join(COLUMNS)}")
     events = all("event_type" in row.values for row in rows)
     outages = _paired(rows, path) if events else [_outage(row, path) for row in rows]
     return tuple(sorted(outages, key=lambda outage: (outage.start_s, outage.domain)))
@@ -122,5 +122,5 @@ def _name(row: TraceRow, name: str, path: Path) -> str:
     return str(value)
 
 
-def _wrong(path: Path, line: int, what: str, way_out: str = "") -> ConfigError:
-    return ConfigError(f"{path}, line {line}: {what}", way_out=way_out)
+def _wrong(path: Path, line: int, what: str, fix: str = "") -> ConfigError:
+    return ConfigError(f"{path}, line {line}: {what}", fix=fix)

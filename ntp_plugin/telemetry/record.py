@@ -60,13 +60,13 @@ def read_run(folder: Path) -> list[RecordedEvent]:
         ```
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder of a run", way_out="the one given to ntp run --ntp-run-dir")
+        raise ConfigError(f"{folder} is no folder of a run", fix="the one given to ntp run --ntp-run-dir")
     follower = Follower(folder)
     entries = sorted(follower.news(), key=lambda one: one.at)
     if follower.malformed:
         _LOG.warning("%s: %d malformed lines skipped", folder, follower.malformed)
     if not any(isinstance(one.event, Began) for one in entries):
-        raise ConfigError(f"{folder}: training has not begun yet, or is not recorded there", way_out="try again later")
+        raise ConfigError(f"{folder}: training has not begun yet, or is not recorded there", fix="try again later")
     return entries
 
 

@@ -57,7 +57,7 @@ class Machines:
 
     def __init__(self, count: int, *, seed: int = 1) -> None:
         if reason := why_not():
-            raise Refused(f"several machines cannot be had: {reason}", way_out="as root on Linux, or one machine")
+            raise Refused(f"several machines cannot be had: {reason}", fix="as root on Linux, or one machine")
         tag = f"ntp{os.getpid()}x{next(_NUMBERS)}"
         self.numbers = tuple(range(1, count + 1))
         self._names = {at: f"{tag}m{at}" for at in self.numbers}

@@ -365,7 +365,7 @@ def _refuse_impossible(faults: Sequence[Fault], count: int, fault_points: Collec
         if fault.slot not in range(count):
             raise ConfigError(f"{fault}: there are {count} slots, from 0 on")
         if fault_points is not None and fault.fault_point not in fault_points:
-            raise ConfigError(f"{fault}: there is no such moment", way_out=f"one of {', '.join(fault_points)}")
+            raise ConfigError(f"{fault}: there is no such moment", fix=f"one of {', '.join(fault_points)}")
 
 
 def _end_with_the_fork_server() -> None:

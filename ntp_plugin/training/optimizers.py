@@ -69,7 +69,7 @@ INVENTORY = (
 )
 """What becomes of what optimizers keep, when state comes from copies."""
 
-_WAY_OUT = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
+_FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
 
 
 def element_wise(optimizer: object) -> ElementWise:
@@ -78,13 +78,13 @@ def element_wise(optimizer: object) -> ElementWise:
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = KNOWN.get((kind.__module__, kind.__qualname__))
     if known is None:
-        raise Refused(f"the optimizer {name} is not known to be element-wise", way_out=_WAY_OUT)
+        raise Refused(f"the optimizer {name} is not known to be element-wise", fix=_FIX)
     if not hasattr(optimizer, known.carries):
-        raise Refused(f"the optimizer {name} has no {known.carries}: it is another one of that name", way_out=_WAY_OUT)
+        raise Refused(f"the optimizer {name} has no {known.carries}: it is another one of that name", fix=_FIX)
     if any(group.get("fused") for group in getattr(optimizer, "param_groups")):  # noqa: B009  (any object may be asked)
         raise Refused(
             "the optimizer has fused = True, which rounds an element by its place in memory, so layouts differ",
-            way_out="leave fused out",
+            fix="leave fused out",
         )
     for option in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
         dtype = getattr(optimizer, option, None)
@@ -92,12 +92,12 @@ def element_wise(optimizer: object) -> ElementWise:
             raise Refused(
                 f"the optimizer {name} has {option} = {dtype}: it keeps a scale for all elements of a tensor, beside"
                 " its state",
-                way_out=f"{option} = torch.float32",
+                fix=f"{option} = torch.float32",
             )
     if getattr(optimizer, "master_weights", False) and hasattr(optimizer, "param_groups_master"):
         raise Refused(
             f"the optimizer {name} has master_weights = True: it keeps them beside its state",
-            way_out="master_weights = False, and the framework's own float32 masters",
+            fix="master_weights = False, and the framework's own float32 masters",
         )
     return known
 
@@ -154,5 +154,5 @@ def refuse_unknown_state(known: ElementWise, name: str, parameter: torch.Tensor,
         raise Refused(
             f"the optimizer keeps {key} of shape {shape} for {name} of shape {tuple(parameter.shape)}, "
             "and it is not known how to cut it",
-            way_out=_WAY_OUT,
+            fix=_FIX,
         )

@@ -33,5 +33,5 @@ def test_a_late_call_is_one_line():
         [sys.executable, "-c", TOO_LATE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert "ntp: ntp_plugin.deepspeed.enable() is called too late: the process group is made. Way out" in done.stderr
+    assert "ntp: ntp_plugin.deepspeed.enable() is called too late: the process group is made. Fix" in done.stderr
     assert "Traceback" not in done.stderr

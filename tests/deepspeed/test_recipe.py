@@ -113,7 +113,7 @@ def test_a_wrong_key_is_one_line(tmp_path):
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 2
     (line,) = [line for line in output.splitlines() if line.startswith("ntp: ")]
-    assert line.startswith('ntp: ntp.enable is not a known key. Way out: did you mean "enabled"?')
+    assert line.startswith('ntp: ntp.enable is not a known key. Fix: did you mean "enabled"?')
     assert "Traceback" not in output
 
 
@@ -189,5 +189,5 @@ def test_it_says_how_it_is_started(tmp_path):
         check=False,
     )
     assert done.returncode == 2, done.stderr[-2000:]
-    assert "was not started by `ntp run`. Way out: ntp run takes torchrun's flags" in done.stderr
+    assert "was not started by `ntp run`. Fix: ntp run takes torchrun's flags" in done.stderr
     assert "Traceback" not in done.stderr

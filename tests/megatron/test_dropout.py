@@ -84,5 +84,5 @@ def test_masks_are_exact_by_default():
 
 @pytest.mark.short
 def test_the_frameworks_masks_are_refused_in_a_degraded_one():
-    with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Way out: .*--ntp-dropout auto"):
+    with pytest.raises(Refused, match=r"--hidden-dropout 0.1 would draw other masks.*Fix: .*--ntp-dropout auto"):
         run(degraded(BASE, "TP2+TP1", more=f"{DROPS} --ntp-dropout framework"))

@@ -153,7 +153,7 @@ def test_all_slots_of_a_replica_die_at_once(kind):
 
 
 def test_losing_the_only_holder_of_state_ends_the_job():
-    """Both holders of the same units are lost: the error names the units, and a way out."""
+    """Both holders of the same units are lost: the error names the units, and a fix."""
     with pytest.raises(StateLost, match="restart from"):
         live(job(), faults=[kill(slot, during="backward", step=5) for slot in (1, 3)])
 
@@ -184,7 +184,7 @@ def test_no_full_width_replica_is_left():
 def test_no_replica_is_left_that_may_train(tmp_path):
     faults = [kill(1, during="backward", step=5), kill(2, during="backward", step=8)]
     more = f"--ntp-min-tp-width 2 --save {tmp_path} --save-interval 100"
-    with pytest.raises(BelowMinimum, match=f"Way out: restart from the last checkpoint in {tmp_path}"):
+    with pytest.raises(BelowMinimum, match=f"Fix: restart from the last checkpoint in {tmp_path}"):
         live(job(more=more), faults=faults)
 
 
@@ -389,7 +389,7 @@ def test_two_ranks_of_eight_are_left(kind):
 
 
 def test_replicas_with_different_initial_state_are_refused():
-    with pytest.raises(Refused, match=r"do not begin alike: .*weight.* slots 0, 1 \w+.*Way out: have all of them"):
+    with pytest.raises(Refused, match=r"do not begin alike: .*weight.* slots 0, 1 \w+.*Fix: have all of them"):
         live(job(spoil="replicas_begin_apart"))
 
 

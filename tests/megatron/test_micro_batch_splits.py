@@ -67,7 +67,7 @@ def test_masks_are_those_of_the_samples_and_not_of_the_micro_batches():
 
 def test_a_mean_loss_is_not_split():
     mean = MODELS[FOURS].replace("--calculate-per-token-loss", "")
-    refused = r"stage 0 at TP width 3 does not fit into 0\.0012 GB per GPU: as is 0\.00126 GB.*Way out"
+    refused = r"stage 0 at TP width 3 does not fit into 0\.0012 GB per GPU: as is 0\.00126 GB.*Fix"
     with pytest.raises(Refused, match=refused):
         run(Job(model=mean, tp=4, dp=2, lost=("r1.s0.t3",), more=TIGHT))
 

@@ -30,5 +30,5 @@ def test_bf16_with_plain_ddp_within_four_times_its_noise_floor():
 
 
 def test_a_layer_that_the_script_has_frozen_is_refused_by_its_name():
-    with pytest.raises(Refused, match=r"mlp\.linear_fc1\.weight is frozen.*Way out: ."):
+    with pytest.raises(Refused, match=r"mlp\.linear_fc1\.weight is frozen.*Fix: ."):
         run(degraded(BASE, "TP2+TP1", spoil="layer_frozen"))

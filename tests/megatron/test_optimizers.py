@@ -25,5 +25,5 @@ def test_float64(feature, layout):
 @pytest.mark.parametrize("option", ["", OPTIONS["distributed optimizer"]])
 def test_an_unknown_optimizer_is_refused_by_its_name(option):
     """Megatron takes what it finds: here a subclass replaces torch's own."""
-    with pytest.raises(Refused, match=r"optimizer .*Preconditioned is not known to be element-wise.*Way out: use SGD"):
+    with pytest.raises(Refused, match=r"optimizer .*Preconditioned is not known to be element-wise.*Fix: use SGD"):
         run(degraded(BASE, "TP2+TP1", more=option, spoil="optimizer_replaced"))

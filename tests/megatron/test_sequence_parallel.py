@@ -126,7 +126,7 @@ def one_length(length, place):
 def test_a_batch_of_another_length_is_refused(where):
     """Rather than cut wrongly; Megatron's own function is not called."""
     cut = getattr(UnevenSequence(SequenceRows(length=16, width=3)), where)(pytest.fail)
-    with pytest.raises(Refused, match=r"a tensor of 12 rows where those of --seq-length make \d+.*Way out: ."):
+    with pytest.raises(Refused, match=r"a tensor of 12 rows where those of --seq-length make \d+.*Fix: ."):
         cut(torch.zeros(12, 1, 4), None)
 
 

@@ -44,7 +44,7 @@ def have_ranks_play():
     [
         (
             kill(1, during="reduec", step=5),
-            r"slot 1 during 'reduec' of step 5: there is no such moment\. Way out: one of",
+            r"slot 1 during 'reduec' of step 5: there is no such moment\. Fix: one of",
         ),
         (kill(2, during="reduce", step=5), r"slot 2 during 'reduce' of step 5: there are 2 slots"),
     ],

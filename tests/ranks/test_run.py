@@ -171,7 +171,7 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
     store.process.send_signal(signal.SIGTERM)
     assert store.end()[0] == 0
     assert code == 2, output
-    assert "a job with this --rdzv-id has already ended. Way out: use another --rdzv-id" in output
+    assert "a job with this --rdzv-id has already ended. Fix: use another --rdzv-id" in output
     assert "Traceback" not in output
 
 
@@ -204,7 +204,7 @@ def test_an_import_error_of_the_fork_server_is_reported_before_a_worker_starts(t
     code, output = job(tmp_path, "--ntp-fork", "--nproc-per-node=2", NTP_PRELOAD="no.such.module").end()
     assert code == 2, output
     assert "No module named 'no'" in output
-    assert "exited with 1 before it forked this worker. Way out: see its output above" in output
+    assert "exited with 1 before it forked this worker. Fix: see its output above" in output
 
 
 def test_a_script_started_outside_ntp_run_says_so(tmp_path):

@@ -115,7 +115,7 @@ def test_a_constant_without_a_source_is_refused(tmp_path):
 
 
 def test_an_unknown_or_incomplete_machine_is_one_line():
-    with pytest.raises(ConfigError, match=r"machine = 'v100' is not known. Way out: choose from a100-nvl8, b200"):
+    with pytest.raises(ConfigError, match=r"machine = 'v100' is not known. Fix: choose from a100-nvl8, b200"):
         read_machine("v100")
     with pytest.raises(ConfigError, match="domain_gpus has no source"):
         parse({}, where="x.toml")

@@ -138,7 +138,7 @@ def test_copies_of_another_host_than_the_first(left, tmp_path, capsys):
 def test_invalid_arguments_are_refused(left, tmp_path, capsys):
     folder, to = left(), tmp_path / "out"
     for words, why in (
-        ((tmp_path / "none", "--to", to), f"no copies of a run there. Way out: name a folder of this host: {folder}"),
+        ((tmp_path / "none", "--to", to), f"no copies of a run there. Fix: name a folder of this host: {folder}"),
         ((folder,), "--to"),
         ((folder, "--to", to, "--nproc-per-node", "0"), "argument --nproc-per-node: '0' is not a whole number from 1"),
         ((folder, "--to", to, "--", "ntp", "run", "train.py"), "leave out ntp run"),

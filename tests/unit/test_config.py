@@ -56,10 +56,10 @@ def test_toml_json_and_flags_mean_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"min_tp_widht": 2}, 'ntp.min_tp_widht is not a known key. Way out: did you mean "min_tp_width"?'),
-        ({"batch": {"mode": "strikt"}}, "ntp.batch.mode = 'strikt' is not allowed. Way out: did you mean \"strict\"?"),
+        ({"min_tp_widht": 2}, 'ntp.min_tp_widht is not a known key. Fix: did you mean "min_tp_width"?'),
+        ({"batch": {"mode": "strikt"}}, "ntp.batch.mode = 'strikt' is not allowed. Fix: did you mean \"strict\"?"),
         ({"batch": {"modus": "trim"}}, "ntp.batch.modus is not a known key"),
-        ({"batch": "trim"}, "ntp.batch must be a table of keys, not 'trim'. Way out: known keys: mode, epsilon."),
+        ({"batch": "trim"}, "ntp.batch must be a table of keys, not 'trim'. Fix: known keys: mode, epsilon."),
         ({"min_tp_width": "3"}, "ntp.min_tp_width = '3' must be a whole number"),
         ({"min_tp_width": True}, "ntp.min_tp_width = True must be a whole number"),
         ({"min_tp_width": 2.0}, "ntp.min_tp_width = 2.0 must be a whole number"),
@@ -93,7 +93,7 @@ def test_a_bad_flag_is_refused_by_its_name(words, message):
 
 
 def test_missing_parts_are_named():
-    with pytest.raises(ConfigError, match=r"parallel\.tp is missing\. Way out: give it: tensor-parallel degree"):
+    with pytest.raises(ConfigError, match=r"parallel\.tp is missing\. Fix: give it: tensor-parallel degree"):
         schema.read(Job, {}, where="")
 
 

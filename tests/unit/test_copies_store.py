@@ -240,7 +240,7 @@ def test_copies_take_no_more_than_they_may(tmp_path):
     other = CopyKey(kind=FAR, slot=4, epoch=2, number=0)
     with pytest.raises(NoRoom, match=r"far-4-e2-0 would take 2\.5 MB.*have 3\.0 MB.*max_host_gb is 0\.005") as error:
         Store(tmp_path, at_most=5_000_000).open(other, 2_500_000)
-    assert "raise it" in error.value.way_out
+    assert "raise it" in error.value.fix
     assert [path.name for path in tmp_path.iterdir()] == [str(PLACE)]
     store.open(PLACE, 4_000_000)
     store.open(other, 1_000_000)
@@ -248,7 +248,7 @@ def test_copies_take_no_more_than_they_may(tmp_path):
     store.close()
 
 
-def test_the_way_out_of_a_full_memory_names_keys_that_there_are(tmp_path):
+def test_the_fix_for_a_full_memory_names_keys_that_there_are(tmp_path):
     with pytest.raises(NoRoom) as error:
         Store(tmp_path, at_most=10).open(PLACE, 11)
     (modes,) = (field.metadata for field in dataclasses.fields(CopyPolicy) if field.name == "mode")

@@ -61,5 +61,5 @@ def test_arguments_in_a_file_are_read(tmp_path):
 def test_without_the_package_there_is_one_line_that_says_how(monkeypatch):
     monkeypatch.setattr(importing, "is_installed", lambda: False)
     monkeypatch.delitem(importing.sys.modules, extension.NAME, raising=False)
-    with pytest.raises(importing.ConfigError, match=r"transformer-engine is not installed\. Way out: pip install"):
+    with pytest.raises(importing.ConfigError, match=r"transformer-engine is not installed\. Fix: pip install"):
         importing.install()

@@ -76,5 +76,5 @@ def test_repeated_calls_add_the_flags_once(script, before):
 def test_a_late_call_is_one_line(script, first, what):
     done = script(first + ENABLE)
     assert done.returncode == 2, done.stderr
-    assert f"ntp: ntp_plugin.megatron.enable() is called too late: {what}. Way out: make it the first" in done.stderr
+    assert f"ntp: ntp_plugin.megatron.enable() is called too late: {what}. Fix: make it the first" in done.stderr
     assert "Traceback" not in done.stderr

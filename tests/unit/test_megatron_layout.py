@@ -175,8 +175,8 @@ def test_supported_settings_pass(changes):
         ({"num_query_groups": 2}, "--num-query-groups makes 2 query groups, which do not divide over 4 TP slots"),
     ],
 )
-def test_unsupported_settings_are_refused_by_flag_with_a_way_out(changes, flag):
-    with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
+def test_unsupported_settings_are_refused_by_flag_with_a_fix(changes, flag):
+    with pytest.raises(Refused, match=f"{flag}.*Fix: ."):
         refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
 
 
@@ -186,7 +186,7 @@ def test_several_unsupported_settings_are_refused_at_once_each_with_its_fix():
         Refused, match=r"r1\.s0\.t3 lost, 3 options are not supported: --num-experts .*; --use-torch-fsdp2 .*"
     ) as refused:
         refuse_what_does_not_work(arguments(**changes), TrainingPolicy(), layout("r1.s0.t3"))
-    assert [part.split(":")[0] for part in refused.value.way_out.split("; ")] == [
+    assert [part.split(":")[0] for part in refused.value.fix.split("; ")] == [
         "--num-experts",
         "--use-torch-fsdp2",
         "--num-query-groups",
@@ -217,7 +217,7 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
 )
 def test_inexact_masks_are_refused_before_a_loss(changes, flag):
     whole = layout(processes=8)
-    with pytest.raises(Refused, match=f"{flag}.*Way out: ."):
+    with pytest.raises(Refused, match=f"{flag}.*Fix: ."):
         refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), EXACT, whole)
     refuse_what_does_not_work(arguments(hidden_dropout=0.1, **changes), AUTO, whole)
     refuse_what_does_not_work(arguments(**{**changes, "attention_dropout": 0}), EXACT, whole)
@@ -231,7 +231,7 @@ def test_inexact_masks_are_refused_before_a_loss(changes, flag):
     ],
 )
 def test_an_unimplemented_policy_is_refused(policy, message):
-    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
+    with pytest.raises(Refused, match=f"{message}.*Fix: ."):
         refuse_what_does_not_work(arguments(), policy, layout("r1.s0.t3"))
 
 
@@ -256,14 +256,14 @@ def test_masks_of_a_live_job_are_exact(policy):
 
 
 def test_the_frameworks_masks_are_refused_in_a_live_job():
-    with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Way out: --ntp-dropout auto"):
+    with pytest.raises(Refused, match=r"--hidden-dropout 0\.1 would draw other masks.*Fix: --ntp-dropout auto"):
         refuse_live(live_arguments(hidden_dropout=0.1), FRAMEWORK)
 
 
 def test_masks_that_kernels_draw_are_refused_by_exact_and_accepted_by_auto():
     changes = live_arguments(attention_dropout=0.1, transformer_impl="transformer_engine")
     refuse_live(changes, AUTO)
-    with pytest.raises(Refused, match=r"--attention-dropout is drawn inside.*Way out: --ntp-dropout auto"):
+    with pytest.raises(Refused, match=r"--attention-dropout is drawn inside.*Fix: --ntp-dropout auto"):
         refuse_live(changes, EXACT)
 
 
@@ -276,7 +276,7 @@ def test_auto_leaves_the_frameworks_masks_where_there_are_none_or_they_cannot_be
 @pytest.mark.parametrize("refusal", LIVE, ids=lambda refusal: refusal.flag)
 def test_settings_unsupported_in_live_jobs_are_refused_at_the_start(refusal):
     name = refusal.flag.removeprefix("--").replace("-", "_")
-    with pytest.raises(Refused, match=f"{refusal.flag} .*Way out: ."):
+    with pytest.raises(Refused, match=f"{refusal.flag} .*Fix: ."):
         refuse_live(live_arguments(**{name: 1}), TrainingPolicy(enabled=True))
 
 
@@ -288,7 +288,7 @@ def test_settings_unsupported_in_live_jobs_are_refused_at_the_start(refusal):
     ],
 )
 def test_a_policy_that_no_loss_could_be_met_with_is_refused_at_the_start(policy, message):
-    with pytest.raises(Refused, match=f"{message}.*Way out: ."):
+    with pytest.raises(Refused, match=f"{message}.*Fix: ."):
         refuse_live(live_arguments(), policy)
 
 
@@ -306,5 +306,5 @@ def test_flags_win_over_the_file(tmp_path):
         read_policy(parser.parse_args(["--ntp-config", str(file)]))
 
 
-def test_every_refusal_has_a_way_out():
-    assert all(refusal.flag.startswith("--") and refusal.why and refusal.way_out for refusal in (*TABLE, *EXACT_MASKS))
+def test_every_refusal_has_a_fix():
+    assert all(refusal.flag.startswith("--") and refusal.why and refusal.fix for refusal in (*TABLE, *EXACT_MASKS))

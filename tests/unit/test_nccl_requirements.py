@@ -26,7 +26,7 @@ def test_values_set_by_the_agent_are_replaced():
     ("name", "value"), [(setting.name, value) for setting in SETTINGS for value in setting.refused]
 )
 def test_conflicting_user_values_are_refused(name, value):
-    with pytest.raises(Refused, match=f"{name}={value}.*Way out: unset {name}") as refusal:
+    with pytest.raises(Refused, match=f"{name}={value}.*Fix: unset {name}") as refusal:
         prepare_environment({name: value})
     assert refusal.value.exit_code == 2
 

@@ -55,7 +55,7 @@ def test_state_of_a_known_optimizer_is_in_the_table(name):
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_an_optimizer_that_is_not_element_wise_is_refused_by_its_name(name):
     assert not torch.equal(weights_in_parts(name, [7]), weights_in_parts(name, [2, 1, 4])), "so it has to be"
-    with pytest.raises(Refused, match=rf"torch\.optim\.\S*{name} is not known to be element-wise.*Way out: use SGD"):
+    with pytest.raises(Refused, match=rf"torch\.optim\.\S*{name} is not known to be element-wise.*Fix: use SGD"):
         element_wise(make(name, [torch.nn.Parameter(torch.ones(3, 2))]))
 
 

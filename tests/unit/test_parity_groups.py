@@ -83,10 +83,10 @@ def test_a_long_list_is_abbreviated():
             "node",
             "needs 3 node domains .* 3 hosts of 4 GPUs make 3.*at most xor:2 here, or copies.mode = copy.$",
         ),
-        ("xor:2", 4, 2, "rack", r"needs 2 rack domains .* make 2\. Way out: copies.mode = copy, or copies.far"),
+        ("xor:2", 4, 2, "rack", r"needs 2 rack domains .* make 2\. Fix: copies.mode = copy, or copies.far"),
         ("xor:2", 1, 1, "node", "1 hosts of 4 GPUs make 1"),
     ],
 )
-def test_too_few_domains_are_refused_with_the_numbers_and_a_way_out(mode, nodes, per_rack, far, message):
+def test_too_few_domains_are_refused_with_the_numbers_and_a_fix(mode, nodes, per_rack, far, message):
     with pytest.raises(Refused, match=message):
         share_parities(cluster(nodes, per_rack=per_rack), CopyPolicy(mode=mode, far=far), ())

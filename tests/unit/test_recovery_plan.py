@@ -188,7 +188,7 @@ def test_micro_batches_of_a_mean_loss_are_not_split():
 
 
 def test_a_memory_limit_below_the_nominal_layout_is_refused():
-    with pytest.raises(Refused, match=r"at TP width 4 does not fit into 0\.001 GB per GPU: as is 0\.\d+ GB\. Way out"):
+    with pytest.raises(Refused, match=r"at TP width 4 does not fit into 0\.001 GB per GPU: as is 0\.\d+ GB\. Fix"):
         within_memory(limited(0.001))
 
 

@@ -137,7 +137,7 @@ def test_a_lost_hosts_optimizer_shard_comes_from_a_parity_and_a_lost_slots_from_
         ({"state": {"distributed_optimizer": True}, "dp": 4}, "r0,r1", "", "the hosts of its copies are lost as well"),
     ],
 )
-def test_state_without_a_holder_is_named_with_a_way_out(job, words, before, reason):
+def test_state_without_a_holder_is_named_with_a_fix(job, words, before, reason):
     with pytest.raises(StateLost, match=rf"r\d\.s0\.t\d is held by no living slot, and {reason}.*checkpoint"):
         plan(nominal_job(**job), words, before)
 

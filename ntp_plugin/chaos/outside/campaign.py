@@ -63,14 +63,14 @@ def run_reference(asked: CampaignRequest, folder: Path, *, wait: Wait) -> Refere
     log = folder / "log.txt"
     if ran.hung or ran.code:
         how = ran.hung or f"it ended with code {ran.code}"
-        raise Refused(f"the reference run, which has no fault, did not end well: {how}", way_out=f"see {log}")
+        raise Refused(f"the reference run, which has no fault, did not end well: {how}", fix=f"see {log}")
     if left := (*ran.leavings.processes, *ran.leavings.files):
-        raise Refused(f"the reference run, which has no fault, has left {left[0]} behind", way_out=f"see {log}")
+        raise Refused(f"the reference run, which has no fault, has left {left[0]} behind", fix=f"see {log}")
     losses = losses_of(ran.reports)
     if not losses:
         raise Refused(
             "the reference run reported no losses: neither its record nor its output has any",
-            way_out="have the script print a line for each step, and say by --line how it looks",
+            fix="have the script print a line for each step, and say by --line how it looks",
         )
     return Reference(folder=folder, losses=losses)
 

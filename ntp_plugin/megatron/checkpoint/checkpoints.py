@@ -180,7 +180,7 @@ def _refuse_files_of_slots(args: Any) -> None:
     if args.ckpt_format == TORCH and _format_found(args) == checkpointing.CheckpointType.LEGACY:
         raise Refused(
             f"the checkpoint in {args.load} has one file for each slot of the nominal layout, and some slots are lost",
-            way_out="start with full-width replicas, and save once with --ckpt-format torch_dist",
+            fix="start with full-width replicas, and save once with --ckpt-format torch_dist",
         )
 
 

@@ -73,7 +73,7 @@ class LaneCheckpoints:
             raise Refused(
                 f"the checkpoint has its optimizer in Megatron's format {found}, which holds buckets of the layout that"
                 " wrote it, and this job's layout is another one",
-                way_out="save with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim",
+                fix="save with --dist-ckpt-optim-fully-reshardable, or load with --no-load-optim",
             )
         if is_loading:
             self._optimizer.init_state_fn(self._inner, self._optimizer.config)

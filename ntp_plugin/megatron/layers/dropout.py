@@ -192,7 +192,7 @@ class ExactDropout:
         if self._first is None:
             raise Refused(
                 "a dropout is computed outside of a micro-batch of training, so its mask is not known",
-                way_out="model.eval() before it, or --ntp-dropout framework",
+                fix="model.eval() before it, or --ntp-dropout framework",
             )
         return torch.arange(self._first, self._first + count, device=device)
 
@@ -225,6 +225,4 @@ def _have_drop(module: torch.nn.Dropout, over: Callable[[int, torch.Tensor, floa
 
 
 def _unknown(what: str) -> Refused:
-    return Refused(
-        f"--ntp-dropout exact: {what}", way_out="--ntp-dropout framework, and no dropout in a degraded layout"
-    )
+    return Refused(f"--ntp-dropout exact: {what}", fix="--ntp-dropout framework, and no dropout in a degraded layout")

@@ -81,7 +81,7 @@ class UnevenLayers:
             if columns % (granule * tp):
                 raise Refused(
                     f"an MLP of {columns} columns does not divide over {tp} TP slots in granules of {granule}",
-                    way_out=f"--ntp-granule with a divisor of {columns} / {tp}",
+                    fix=f"--ntp-granule with a divisor of {columns} / {tp}",
                 )
             family = self._family(MLP, columns // granule, label=columns)
             virtual = copy.copy(config)
@@ -250,14 +250,14 @@ def _require_whole_latents(module: torch.nn.Module) -> None:
         if isinstance(layer, ColumnParallelLinear) or getattr(layer, "parallel_mode", None) == "column":
             raise Refused(
                 f"{name} is a column-parallel layer: the latents of latent attention would be cut",
-                way_out="a layer spec with TELinear there, as Megatron's own has",
+                fix="a layer spec with TELinear there, as Megatron's own has",
             )
 
 
 def _unknown(what: str) -> Refused:
     return Refused(
         f"{what} is neither in self-attention nor in an MLP, nor is it the output layer: how it is cut is unknown",
-        way_out="start with full-width replicas",
+        fix="start with full-width replicas",
     )
 
 
@@ -269,7 +269,7 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
     tensors, families = [], dict[str, Family]()
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
-            raise Refused(f"{name} is frozen, and lanes sum all gradients", way_out="start with full-width replicas")
+            raise Refused(f"{name} is frozen, and lanes sum all gradients", fix="start with full-width replicas")
         cut = cut_of(parameter)
         if cut is None:
             if getattr(parameter, "tensor_model_parallel", False):

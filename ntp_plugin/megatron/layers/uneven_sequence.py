@@ -121,5 +121,5 @@ def _require_rows(tensor: torch.Tensor, rows: int) -> None:
     if tensor.shape[0] != rows:
         raise Refused(
             f"--sequence-parallel: a tensor of {tensor.shape[0]} rows where those of --seq-length make {rows}",
-            way_out="make all sequences as long as --seq-length says, or start with full-width replicas",
+            fix="make all sequences as long as --seq-length says, or start with full-width replicas",
         )

@@ -56,7 +56,7 @@ def adopt(counts: Counts, args: Any, model_rebuild: ModelRebuild, loop: Loop) ->
     if not counts.in_step:
         raise Excluded(
             f"the others were not about to take a step, after {counts.iteration} iterations",
-            way_out="this process ends; a new one may join in its slot",
+            fix="this process ends; a new one may join in its slot",
         )
     vars(args).update(counts.arguments)
     args.iteration = args.curr_iteration = counts.iteration

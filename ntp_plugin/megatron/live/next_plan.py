@@ -45,11 +45,9 @@ class NextPlan:
             reported = {rank: json.loads(report.held) for rank, report in agreed.reports.items()}
             return self._make(agreed, reported, known, copies)
         except BelowMinimum as found:
-            raise BelowMinimum(found.what, way_out=f"{restart(self._args)}, or {self._narrower()}") from found
+            raise BelowMinimum(found.what, fix=f"{restart(self._args)}, or {self._narrower()}") from found
         except StateLost as found:
-            raise StateLost(
-                found.what, way_out=f"{restart(self._args)}; before the next run: {found.way_out}"
-            ) from found
+            raise StateLost(found.what, fix=f"{restart(self._args)}; before the next run: {found.fix}") from found
 
     def _make(
         self,
@@ -80,7 +78,7 @@ class NextPlan:
             raise StateLost(
                 f"{', '.join(map(str, sorted(lost))) or 'no slot'} lost after {agreed.decision.step} sections, and"
                 " with them what only they held: there is no version of it of which all parts are copied",
-                way_out="switch copies on (copies.mode)" if copies is None else self._more_copies(),
+                fix="switch copies on (copies.mode)" if copies is None else self._more_copies(),
             )
         return f"{self.goal.digest} {versions}"
 
@@ -97,7 +95,7 @@ class NextPlan:
             raise RestartIsBetter(
                 f"{len(self.goal.lost)} slots are lost, and a restart is better than going on without them"
                 f" ({'; '.join(in_lines(choice))})",
-                way_out=f"{restart(self._args)}, or leave --ntp-actions-restart-s out",
+                fix=f"{restart(self._args)}, or leave --ntp-actions-restart-s out",
             )
 
     def _narrower(self) -> str:

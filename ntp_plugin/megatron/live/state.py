@@ -156,7 +156,7 @@ def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.
     if len(chained) != 1:
         raise Refused(
             f"Megatron made {len(chained)} optimizers for this model, and only one can be kept through a loss",
-            way_out="leave out what some parameters have an optimizer of their own for, or start by torchrun",
+            fix="leave out what some parameters have an optimizer of their own for, or start by torchrun",
         )
     (optimizer,) = chained
     groups = zip(

@@ -177,7 +177,7 @@ class MegatronTrainer:
         if self.copies is None:
             raise Refused(
                 "--ntp-resume: this job makes no copies, so there are none to resume from",
-                way_out="--ntp-copies-protect all in both runs, or begin from the last checkpoint",
+                fix="--ntp-copies-protect all in both runs, or begin from the last checkpoint",
             )
         layout = self.layout()
         members = [self._topology.rank_of(slot) for slot in layout.present]
@@ -278,7 +278,7 @@ class MegatronTrainer:
             try:
                 copies.restore(functools.partial(self.state.make_room, layout), members)
             except StateLost as found:
-                raise StateLost(found.what, way_out=restart(self._args)) from found
+                raise StateLost(found.what, fix=restart(self._args)) from found
             self.among_those_who_train(self.state.have_weights)
             self._put_together = False
         copies.settle(who_trains(layout), functools.partial(self.state.parts, layout))

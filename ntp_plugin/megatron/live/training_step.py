@@ -256,7 +256,7 @@ class TrainingStep:
             f"Megatron has found a result that is not finite in the step after step {self._args.curr_iteration}"
             + (f" ({self._rejected})" if self._rejected else "")
             + (", and all replicas hold the same weights" if self.watch.is_on else ""),
-            way_out="go on from the last checkpoint with a lower learning rate, or without these samples"
+            fix="go on from the last checkpoint with a lower learning rate, or without these samples"
             " (--iterations-to-skip)",
         )
 

@@ -389,5 +389,5 @@ def _require_equal(digests_of_ranks: Iterable[Mapping[str, tuple[str, int]]]) ->
             found = ", ".join(f"{holder} {value:016x}" for holder, value in replica_digests.items())
             raise StateLost(
                 f"{title} is not the same in all replicas: {found}",
-                way_out="start all replicas with the same seed and arguments",
+                fix="start all replicas with the same seed and arguments",
             )

@@ -57,7 +57,7 @@ def install() -> None:
     if not is_installed():
         raise ConfigError(
             "NTP_CPU runs --transformer-impl transformer_engine, and the package transformer-engine is not installed",
-            way_out=f"{_HOW}; or --transformer-impl local",
+            fix=f"{_HOW}; or --transformer-impl local",
         )
     if FOLDER.is_dir():
         sys.path.append(str(FOLDER))

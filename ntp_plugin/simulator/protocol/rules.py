@@ -91,5 +91,5 @@ def rules_of(planted: str | None) -> Rules:
     if planted is None:
         return LIVE
     if planted not in PLANTED:
-        raise ConfigError(f"{planted!r} is no planted bug", way_out=f"choose from {', '.join(PLANTED)}")
+        raise ConfigError(f"{planted!r} is no planted bug", fix=f"choose from {', '.join(PLANTED)}")
     return PLANTED[planted]
