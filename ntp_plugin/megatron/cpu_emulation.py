@@ -203,6 +203,21 @@ def _type_of_double(original: Any) -> Any:
     return type_
 
 
+def _with_main_parameters(original: Any) -> Any:
+    """`sharded_state_dict` of an optimizer of fp16, where a parameter in double is its own main parameter."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        halves, mains = optimizer.float16_groups, optimizer.fp32_from_float16_groups
+        optimizer.float16_groups = optimizer.fp32_from_float16_groups = optimizer.fp32_from_fp32_groups
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            optimizer.float16_groups, optimizer.fp32_from_float16_groups = halves, mains
+
+    return sharded_state_dict
+
+
 def _with_parameters_in_double(original: Any) -> Any:
     """`validate_args`, which names the type of the parameters."""
 
@@ -395,6 +410,11 @@ DOUBLE_IN_MEGATRON: tuple[Replacement, ...] = (
         target="megatron.training.arguments:validate_args",
         why="the parameters of --fp16 are doubles",
         make=_with_parameters_in_double,
+    ),
+    Replacement(
+        target="megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
+        why="it saves the state of parameters in half precision alone, and here they are doubles",
+        make=_with_main_parameters,
     ),
 )
 
