@@ -15,7 +15,8 @@ recipe's name is killed at a fault point and in a step drawn in the same way, an
 same without the kill.
 
 Each finished recipe is a line in build/show/megatron-recipes.jsonl, and the next call continues after it. Recipes whose
-scaled command lines are the same run once; those of more than 8 ranks, and of another script, are not run.
+scaled command lines are the same run once; those of more than 8 ranks, of another script, and of a data set that cannot be mock, are
+not run.
 """
 
 import collections
@@ -67,8 +68,8 @@ _ONLY_WHERE_GIVEN = ("--ffn-hidden-size", "--kv-channels", "--num-query-groups")
 _LAYERS = "--num-layers"
 _UNEVEN = ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split")
 """Recipes with one of these keep their number of layers, which these flags divide."""
-_OF_ANOTHER_SCRIPT = frozenset({"--export-te-mcore-model"})
-"""Flags that Megatron-LM's script for ModelOpt adds to Megatron's own."""
+_NOT_AT_THIS_SCALE = frozenset({"--export-te-mcore-model", "--fim-data"})
+"""Flags of Megatron-LM's script for ModelOpt, and of a data set that cannot be mock."""
 
 
 def recipes(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,7 +185,7 @@ def main() -> int:
         wanted = done is not None if only == FINISHED else not only or any(part in name for part in only.split(","))
         if unsupported or not wanted:
             continue
-        if ranks > MOST_RANKS or _OF_ANOTHER_SCRIPT & flags.keys() or ran.setdefault(command, name) != name:
+        if ranks > MOST_RANKS or _NOT_AT_THIS_SCALE & flags.keys() or ran.setdefault(command, name) != name:
             not_run.append(name)
             continue
         row = done
