@@ -134,7 +134,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--ckpt-convert-format"),
     _not_built("--load-main-params-from-ckpt"),
     _not_built("--non-persistent-ckpt-type"),
-    _not_built("--use-checkpoint-args"),
     _not_built("--yaml-cfg"),
     _not_built("--heterogeneous-layers-config-path"),
     _not_built("--perform-rl-step"),
