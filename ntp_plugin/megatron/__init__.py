@@ -50,6 +50,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
         checkpoints.py       checkpoints of a degraded layout, equal to those of the nominal one
         lane_checkpoints.py  the distributed optimizer's checkpoint entries, from lane shards
         background_writer.py writes the checkpoints of --async-save on a thread of the rank
+        save_errors.py       makes an error of the file system known to all ranks, which give the save up together
     live/               a job under `ntp run` that loses ranks during training, and takes them back
 
 How it works. Megatron's arguments keep the nominal layout: TP degree, data-parallel size, padded vocabulary, global
