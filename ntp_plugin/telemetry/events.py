@@ -186,7 +186,7 @@ class SaveFailed:
     why: str
     """The errors, each with the slot that had it."""
     removed: bool
-    """Whether what was written of it has been removed."""
+    """Whether no folder is left of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

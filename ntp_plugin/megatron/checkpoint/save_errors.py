@@ -100,14 +100,14 @@ class SaveErrors:
             raise _GivenUp
 
     def remove_what_was_made(self) -> bool:
-        """Remove the folder that this rank has made for the failed save; return whether there is none any more.
+        """Remove the folder that this rank has made for the failed save; return whether no folder is left of it.
 
         Its files hold no checkpoint, and the next save may need their room.
         """
-        if self._made is None:
-            return False
-        shutil.rmtree(self._made, ignore_errors=True)
-        return not self._made.exists()
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+        left = self._made or self._folder
+        return left is None or not left.exists()
 
     def _of_all_ranks(self, error: BaseException, *, asks: bool = False) -> tuple[str, ...]:
         if asks:  # the others are in the last question of this save

@@ -10,7 +10,6 @@ from ntp_plugin.errors import NotSaved
 from ntp_plugin.telemetry import EventWriter, SaveFailed
 
 _LOG = logging.getLogger(__name__)
-_NONE = "(there is none)"
 
 
 def folder_of(args: Any, *, non_persistent: bool) -> str:
@@ -21,12 +20,17 @@ def folder_of(args: Any, *, non_persistent: bool) -> str:
     return str(args.non_persistent_global_ckpt_dir or Path(args.save) / below)
 
 
-def newest_in(folder: str) -> str:
-    """Return the step of the newest checkpoint in a folder, as Megatron has written it down."""
+def newest_in(folder: str) -> str | None:
+    """Return the step of the newest checkpoint in a folder, as Megatron has written it down; None if there is none."""
     try:
         return Path(checkpointing.get_checkpoint_tracker_filename(folder)).read_text(encoding="utf-8").strip()
     except OSError:
-        return _NONE
+        return None
+
+
+def _newest_in_words(folder: str) -> str:
+    newest = newest_in(folder)
+    return "no checkpoint is there" if newest is None else f"the newest checkpoint there is that of step {newest}"
 
 
 def report(step: int, folder: str, why: str, *, removed: bool, event_writer: EventWriter) -> None:
@@ -40,12 +44,12 @@ def report(step: int, folder: str, why: str, *, removed: bool, event_writer: Eve
         event_writer: This rank's record.
     """
     _LOG.error(
-        "the checkpoint of step %d was not saved in %s: %s. The training goes on, the newest checkpoint there is that"
-        " of step %s, and the next one is saved when it is due%s",
+        "the checkpoint of step %d was not saved in %s: %s. The training goes on, and the next one is saved when it is"
+        " due; %s%s",
         step,
         folder,
         why,
-        newest_in(folder),
+        _newest_in_words(folder),
         "" if removed else "; what was written of this one is no checkpoint, and may be removed",
     )
     event_writer.write(SaveFailed(step=step, folder=folder, why=why, removed=removed))
@@ -63,8 +67,8 @@ def require_saved(failed_after: int, args: Any, *, has_copies: bool) -> None:
         return
     copies = "; or write the copies in memory to another folder: ntp copies export latest --to FOLDER -- COMMAND"
     raise NotSaved(
-        f"the training is over, and the checkpoint of step {failed_after} could not be saved in {args.save}; the newest"
-        f" one there is that of step {newest_in(args.save)}",
-        fix=f"make {args.save} writable, with enough room, and train the rest again from that checkpoint"
+        f"the training is over, and the checkpoint of step {failed_after} could not be saved in {args.save};"
+        f" {_newest_in_words(args.save)}",
+        fix=f"make {args.save} writable, with enough room, and train the rest again from the newest checkpoint"
         + (copies if has_copies else ""),
     )

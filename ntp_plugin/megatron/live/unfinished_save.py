@@ -122,7 +122,7 @@ class UnfinishedSave:
         @functools.wraps(original)
         def remove(save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False) -> None:  # noqa: ARG001
             newest = newest_in(save_dir)
-            if dist.get_rank() or not newest.isdecimal():
+            if dist.get_rank() or newest is None:
                 return
             stay = {
                 Path(checkpointing.get_checkpoint_name(save_dir, int(step), return_base_dir=True))
