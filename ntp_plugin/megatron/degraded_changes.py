@@ -129,6 +129,12 @@ CHANGES: tuple[DegradedChange, ...] = (
     ),
     # ------------------------------------------------ checkpoints
     DegradedChange(
+        flag="--non-persistent-save-interval",
+        applies=_given("non_persistent_save_interval"),
+        change="the newest complete checkpoint stays until the next one is written; Megatron keeps the one with the"
+        " highest number, which a loss may have made void",
+    ),
+    DegradedChange(
         flag="--use-checkpoint-args",
         applies=_given("use_checkpoint_args"),
         change="a process that takes a lost slot reads them from the newest checkpoint by itself; its settings are"
