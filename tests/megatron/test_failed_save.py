@@ -119,7 +119,11 @@ def test_a_rank_is_lost_while_a_save_fails(tmp_path, fault_point, more):
     assert max(largest_differences(seen, run(uniform(BASE))).values()) <= 1e-12
 
 
-@pytest.mark.parametrize("more", ["", BESIDE, "--ckpt-format torch"], ids=["waited for", "beside", "torch"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param("", marks=pytest.mark.short), BESIDE, "--ckpt-format torch"],
+    ids=["waited for", "beside", "torch"],
+)
 def test_a_job_whose_newest_checkpoint_was_not_written_ends_with_an_error(tmp_path, more):
     """The training itself is over on all ranks then."""
     (tmp_path / "saved").write_text("a file")
