@@ -57,7 +57,9 @@ SCALED: Mapping[str, str | None] = {
     **{"--attention-dropout": "0", "--adam-eps": "1e-4", "--save-interval": "20", "--log-interval": "1"},
     **{"--tokenizer-type": "NullTokenizer", "--vocab-size": "250", "--mock-data": ""},
     **{"--save": f"{RUN}/checkpoints", "--tensorboard-dir": f"{RUN}/board", "--data-cache-path": f"{RUN}/samples"},
-    **dict.fromkeys(("--bf16", "--load", "--data-path", "--vocab-file", "--merge-file", "--exit-interval")),
+    **dict.fromkeys(
+        ("--bf16", "--load", "--use-checkpoint-args", "--data-path", "--vocab-file", "--merge-file", "--exit-interval")
+    ),
     **dict.fromkeys(("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")),
 }
 """The rule: flag -> its value at this scale; empty: a flag without a value; None: left out."""

@@ -36,7 +36,7 @@ COUNTERPARTS = {
 """And how many steps an epoch of it has."""
 OWN = {
     "corrupt-weight": "it sets a flag of Megatron's; corrupt-weight-deepspeed sets a key of the configuration",
-    "disk-full-in-checkpoint": "all its ranks end by it; of DeepSpeed's one does, in disk-full-in-checkpoint-deepspeed",
+    "disk-full-in-checkpoint": "its ranks go on; of DeepSpeed's one ends, in disk-full-in-checkpoint-deepspeed",
     "megatron-demo": "it is eight ranks of Megatron's for make demo",
 }
 

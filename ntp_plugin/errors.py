@@ -9,6 +9,7 @@
     │       └── RestartIsBetter   the job could go on, but a restart is cheaper by the user's figures
     ├── SilentCorruption          replicas hold different bits of replicated state
     ├── NotStarted                a rank was lost before all others had begun to train
+    ├── NotSaved                  the training is over, and its newest checkpoint could not be written
     ├── NotFinite                 a step has no finite result, and all replicas hold the same state
     ├── StoreLost                 the job's store does not answer
     ├── ScriptError               a rank's own script has failed, and no loss has caused it
@@ -33,6 +34,7 @@ __all__ = [
     "Excluded",
     "NoAgreement",
     "NotFinite",
+    "NotSaved",
     "NotStarted",
     "NtpError",
     "PeerLost",
@@ -127,6 +129,12 @@ class NotStarted(NtpError):
 
 class NotFinite(NtpError):
     """The framework ends the job because a result is not finite, and all replicas hold the same state."""
+
+
+class NotSaved(NtpError):
+    """The training is over, and its newest checkpoint could not be written."""
+
+    exit_code = 10
 
 
 class StoreLost(NtpError):

@@ -13,6 +13,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
     recipe_check.py     which options of a command line a live job does not support
     job_check.py        what `ntp check` finds out about a command line: losses, memory, changes
+    checkpoint_arguments.py  the arguments that Megatron takes from a checkpoint, for these checks
     recipe_file.py      PURE: the command line of a recipe in the form of Megatron-LM's functional tests
     unsupported.py      options that a degraded layout does not support, refused at start
     switched_off.py     options that make a step faster, which a degraded layout leaves out
@@ -49,6 +50,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
         checkpoints.py       checkpoints of a degraded layout, equal to those of the nominal one
         lane_checkpoints.py  the distributed optimizer's checkpoint entries, from lane shards
         background_writer.py writes the checkpoints of --async-save on a thread of the rank
+        save_errors.py       makes an error of the file system known to all ranks, which give the save up together
     live/               a job under `ntp run` that loses ranks during training, and takes them back
 
 How it works. Megatron's arguments keep the nominal layout: TP degree, data-parallel size, padded vocabulary, global

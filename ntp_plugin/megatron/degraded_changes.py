@@ -129,6 +129,18 @@ CHANGES: tuple[DegradedChange, ...] = (
     ),
     # ------------------------------------------------ checkpoints
     DegradedChange(
+        flag="--non-persistent-save-interval",
+        applies=_given("non_persistent_save_interval"),
+        change="the newest complete checkpoint stays until the next one is written; Megatron keeps the one with the"
+        " highest number, which a loss may have made void",
+    ),
+    DegradedChange(
+        flag="--use-checkpoint-args",
+        applies=_given("use_checkpoint_args"),
+        change="a process that takes a lost slot reads them from the newest checkpoint by itself; its settings are"
+        " compared with the others' before it joins",
+    ),
+    DegradedChange(
         flag="--ckpt-format",
         applies=lambda args: args.ckpt_format == "torch" and args.save,
         change="what is saved while slots are lost is in torch_dist; a job with --ntp-enable loads either format",

@@ -16,6 +16,7 @@ from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron import activation, recipe_check
 from ntp_plugin.megatron.batch_schedule import FLAG as SCHEDULE
 from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
+from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.unsupported import unsupported_live
@@ -50,6 +51,7 @@ def check_job(flags: Sequence[str], ranks: StartedRanks) -> JobCheck:
     """
     enabled = ENABLE in flags
     args, unknown = recipe_check.parsed(flags if enabled else [*flags, ENABLE])
+    read = read_checkpoint_arguments(args)
     policy = activation.read_policy(args)
     _require_a_live_job(args, policy)
     topology = _topology(args, policy, ranks)
@@ -57,7 +59,7 @@ def check_job(flags: Sequence[str], ranks: StartedRanks) -> JobCheck:
         framework="megatron",
         unsupported=tuple(unsupported_live(args, policy)),
         topology=topology,
-        notes=tuple(_notes(unknown, ranks, topology, enabled=enabled)),
+        notes=(*_notes(unknown, ranks, topology, enabled=enabled), *([read] if read else [])),
     )
     return check if check.unsupported else _examined(check, args, policy)
 

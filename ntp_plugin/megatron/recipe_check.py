@@ -11,6 +11,7 @@ import torch
 
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron import activation, cpu_emulation
+from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.job_check import UnsupportedOption
 
@@ -18,6 +19,7 @@ from ntp_plugin.planning.job_check import UnsupportedOption
 def check(flags: Sequence[str]) -> tuple[UnsupportedOption, ...]:
     """`ntp_plugin.megatron.check`, whose docstring is the one to read."""
     arguments, _ = parsed(flags)
+    read_checkpoint_arguments(arguments)
     policy = activation.read_policy(arguments)
     return tuple(unsupported_live(arguments, policy)) if policy.enabled else ()
 

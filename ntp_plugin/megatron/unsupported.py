@@ -46,16 +46,6 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, fix
     )
 
 
-def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
-    """Refuse something that works in a degraded layout, but not yet when a running job changes into it."""
-    return Refusal(
-        flag=flag,
-        applies=applies,
-        why="is not built yet",
-        fix=f"leave {flag} out, or start by torchrun: a loss ends the job then",
-    )
-
-
 _NO_HYBRID_LAYERS = {
     "M": "Mamba",
     "G": "gated delta net",
@@ -133,8 +123,12 @@ TABLE: tuple[Refusal, ...] = (
     ),
     _not_built("--ckpt-convert-format"),
     _not_built("--load-main-params-from-ckpt"),
-    _not_built("--non-persistent-ckpt-type"),
-    _not_built("--use-checkpoint-args"),
+    Refusal(
+        flag="--non-persistent-ckpt-type local",
+        applies=lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        why="needs nvidia_resiliency_ext, whose files fit the layout that wrote them, and nobody has tried it here",
+        fix="--non-persistent-ckpt-type global; or copies in memory (--ntp-copies-protect all)",
+    ),
     _not_built("--yaml-cfg"),
     _not_built("--heterogeneous-layers-config-path"),
     _not_built("--perform-rl-step"),
@@ -156,7 +150,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--inprocess-restart"),
     _not_built("--skip-train"),
     _not_built("--freeze-all-layers"),
-    _not_built("--non-persistent-save-interval"),
     _not_built("--experimental-attention-variant"),
     *(
         Refusal(
@@ -328,7 +321,15 @@ def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
     return policy.dropout == "exact" or (policy.dropout == "auto" and not list(_no_exact_masks(args)))
 
 
-LIVE: tuple[Refusal, ...] = (_not_yet_live("--log-straggler", _given("log_straggler")),)
+LIVE: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--log-straggler",
+        applies=_given("log_straggler"),
+        why="gathers the times of all ranks on the process that began as rank 0: without it the log raises and ends the"
+        " job, and a process that rejoins does not know whether the detector has been switched off",
+        fix="leave it out; the record has the time of each step by slot (`ntp report`)",
+    ),
+)
 """What a degraded layout supports, but not yet in a job that degrades during training."""
 
 

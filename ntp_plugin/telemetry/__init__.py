@@ -38,6 +38,7 @@ from ntp_plugin.telemetry.events import (
     RankLost,
     Recovered,
     Restored,
+    SaveFailed,
     Weighed,
 )
 from ntp_plugin.telemetry.record import EventWriter as EventWriter
@@ -63,6 +64,7 @@ __all__ = [
     "RecordedEvent",
     "Recovered",
     "Restored",
+    "SaveFailed",
     "Weighed",
     "read_run",
 ]

@@ -11,6 +11,7 @@ from ntp_plugin.telemetry.events import (
     RankLost,
     Recovered,
     Restored,
+    SaveFailed,
 )
 from ntp_plugin.telemetry.record import RecordedEvent
 
@@ -45,6 +46,8 @@ def described(entry: RecordedEvent) -> tuple[str, str] | None:  # noqa: PLR0911 
             return f"replicas differ: {', '.join(event.slots)}", f"{event.what} after step {event.step}"
         case CopyTrouble():
             return "trouble with a copy", f"{entry.slot}: {event.what}"
+        case SaveFailed():
+            return f"the checkpoint of step {event.step} was not saved", f"{event.folder}: {event.why}"
         case Exported():
             return "a checkpoint was written from copies", event.failed or event.folder
     return None

@@ -178,6 +178,18 @@ class Corrupted:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailed:
+    """A checkpoint could not be written. The training continues, and the next one is saved when it is due."""
+
+    step: int
+    folder: str
+    why: str
+    """The errors, each with the slot that had it."""
+    removed: bool
+    """Whether no folder is left of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
     """A run that was started for it has written the copies of this job as a checkpoint."""
 
@@ -220,6 +232,7 @@ type Event = (
     | CopyTrouble
     | Compared
     | Corrupted
+    | SaveFailed
     | Exported
     | Weighed
     | Ended

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Hung, KeyRestored, RankLost
+from ntp_plugin.telemetry.events import CopyTrouble, Corrupted, Hung, KeyRestored, RankLost, SaveFailed
 from ntp_plugin.telemetry.job_state import JobState, SlotState
 from ntp_plugin.telemetry.record import RecordedEvent
 
@@ -41,7 +41,7 @@ class PrometheusSink:
 
     def receive(self, entry: RecordedEvent, job: JobState, *, news: bool, again: bool) -> None:  # noqa: ARG002  (its page begins anew with each relay)
         """Update the metrics from the state of the job."""
-        if news and isinstance(entry.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung):
+        if news and isinstance(entry.event, RankLost | Corrupted | CopyTrouble | KeyRestored | Hung | SaveFailed):
             self._troubles.labels(type(entry.event).__name__).inc()
         for gauge, value in (
             (self._step, job.step),

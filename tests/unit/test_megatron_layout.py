@@ -117,6 +117,8 @@ def arguments(**changes):
         {"overlap_param_gather": True},
         {"save": "/checkpoints", "load": "/checkpoints", "ckpt_format": "torch_dist", "async_save": True},
         {"save": "/checkpoints", "ckpt_assume_constant_structure": True},
+        {"save": "/checkpoints", "non_persistent_save_interval": 10, "non_persistent_ckpt_type": "global"},
+        {"load": "/checkpoints", "use_checkpoint_args": True},
         {"ckpt_format": "torch", "use_distributed_optimizer": True},
         {"step_batch_size_schedule": "0:8 1M:16"},
         {"rampup_batch_size": [2, 2, 100]},  # which Megatron ignores
@@ -140,8 +142,7 @@ def test_supported_settings_pass(changes):
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type"),
         ({"save": "/checkpoints", "ckpt_format": "torch_dcp"}, "--ckpt-format"),
-        ({"save": "/checkpoints", "non_persistent_save_interval": 10}, "--non-persistent-save-interval"),
-        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type"),
+        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
         ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format"),
         ({"load_main_params_from_ckpt": True}, "--load-main-params-from-ckpt"),
         ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),

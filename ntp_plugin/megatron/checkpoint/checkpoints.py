@@ -12,6 +12,8 @@ their rank in a data-parallel group, and distributes the writing there shard by 
 have gaps, and shards of other sizes. Here the surviving replicas are counted, and the writing is distributed tensor by
 tensor, all parts of a tensor to one replica, so that the shares of work stay close to each other.
 
+Megatron's arguments in a checkpoint are those of the nominal layout, so `--use-checkpoint-args` finds the same in both.
+
 What is not saved. Megatron saves random number generators by the stage and TP slot of the nominal layout, and some of
 these slots are lost. Nothing that a degraded layout accepts draws from them in training: dropout is zero, or its masks
 are a function of the sample. So they are not saved, as with `--no-save-rng`, which a loading job sees; and a degraded
@@ -68,6 +70,7 @@ class CheckpointHooks:
         ) -> Any:
             save_args = copy.copy(args)
             save_args.no_save_rng = True
+            save_args.world_size = self._layout.topology.size  # this layout has fewer ranks; all else is nominal
             chunks = [_Recut(chunk, self.recut) for chunk in model]
             kwargs["rerun_state"] = None
             state = original(save_args, chunks, optimizer, opt_param_scheduler, None, **kwargs)

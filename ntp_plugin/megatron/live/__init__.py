@@ -22,7 +22,9 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     trainer.py             a rank's part in a recovery: report, plan, resume
     next_plan.py           computes the next plan from what all ranks report
     step_replay.py         saves and restores what a section changes before its vote
-    unfinished_save.py     the checkpoint that is written beside the training, through losses
+    unfinished_save.py     checkpoints that are written beside the training, or have failed, through losses
+    save_progress.py       PURE: what all ranks know of them
+    failed_save.py         reports a checkpoint that could not be written
     samples.py             loaders that are built on demand, and again from another sample
     unsynced.py            `no_sync` that a loss can interrupt
     ranks.py               Megatron's lists of ranks, after its groups were edited

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from ntp_plugin.errors import Excluded
 from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
-from ntp_plugin.megatron.live.unfinished_save import SaveProgress
+from ntp_plugin.megatron.live.save_progress import SaveProgress
 from ntp_plugin.recovery.voted_sections import Loop
 
 _ARGUMENTS = (

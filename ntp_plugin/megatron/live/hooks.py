@@ -25,7 +25,14 @@ _TRAINING = "megatron.training.training"
 
 def table(job: "MegatronJob") -> tuple[Replacement, ...]:
     """Return the hooks of a live job."""
-    return (*_what_is_built(job), *_sections(job), *_saves(job), *_between(job), *BY_A_THREAD)
+    return (
+        *_what_is_built(job),
+        *_sections(job),
+        *_saves(job),
+        *_between(job),
+        *BY_A_THREAD,
+        *(job.saves.errors.table() if job.rank.place.export is None else ()),
+    )
 
 
 def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
@@ -119,6 +126,16 @@ def _saves(job: "MegatronJob") -> tuple[Replacement, ...]:
             ),
         ),
         Replacement(
+            target=f"{_TRAINING}:save_checkpoint",
+            why="a file that cannot be written ends the job, or leaves the other ranks waiting",
+            make=job.saves.attempted,
+        ),
+        Replacement(
+            target="megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+            why="it keeps the folder with the highest number, which a loss may have made void, and removes the newest",
+            make=job.saves.removing_older,
+        ),
+        Replacement(
             target=f"{_TRAINING}:maybe_finalize_async_save",
             why="it asks all ranks whether they have written their parts of a checkpoint, and a loss makes that void",
             make=job.saves.finalize,
@@ -136,8 +153,9 @@ def _between(job: "MegatronJob") -> tuple[Replacement, ...]:
     return (
         Replacement(
             target="torch.distributed:barrier",
-            why="Megatron's timers and messages wait for all ranks between steps, and need not",
-            make=lambda original: _left_out(loop, original),
+            why="Megatron's timers and messages wait for all ranks between steps, and need not; in a save they also ask"
+            " each other for errors",
+            make=lambda original: job.saves.errors.asking(_left_out(loop, original)),
         ),
         *(
             Replacement(
@@ -210,13 +228,13 @@ def _voted(job: "MegatronJob", original: Any, *, before: Any = lambda *_, **__: 
 
         def work() -> Any:
             result = once()
-            loop.vote(heard, torch.tensor([float(bool(result)), float(job.saves.scheduled())]))
+            loop.vote(heard, torch.tensor([float(bool(result)), *job.saves.result()]))
             return results[-1]
 
         def heard(_: bool) -> None:
-            result, scheduled = (bool(number) for number in loop.outcome.tolist())
-            results.append(result)
-            job.saves.heard(scheduled)
+            result, *of_a_save = loop.outcome.tolist()
+            results.append(bool(result))
+            job.saves.heard(of_a_save)
 
         # A checkpoint before an exit belongs to the section that decides on the exit, whose vote is for both.
         return once() if loop.inside else loop.section(work, lambda: results[-1])
@@ -286,17 +304,18 @@ def _hashes(job: "MegatronJob", original: Any) -> Any:
 
 def _by_groups_of_now(job: "MegatronJob", original: Any) -> Any:
     """`save_checkpoint_and_time`: drop cached strategies in a new epoch. Its groups are others then, and a joining rank
-    has cached nothing, neither from earlier checkpoints nor from the one that the job began from."""
-    saved_in = 0
+    has cached nothing, neither from earlier checkpoints nor from the one that the job began from. So after a save that
+    has failed: what it has cached may be incomplete."""
+    saved_in = 0, 0
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         nonlocal saved_in
-        if saved_in != job.rank.groups.epoch:
+        if saved_in != (now := (job.rank.groups.epoch, job.saves.failures)):
             kept = inspect.signature(original).bind(*args, **kwargs).arguments["checkpointing_context"] or {}
             for what in ("save_strategy", "load_strategy"):
                 kept.pop(what, None)
-            saved_in = job.rank.groups.epoch
+            saved_in = now
         return original(*args, **kwargs)
 
     return save

@@ -21,6 +21,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.hooks import nominal_firsts, of_latent_attention, of_masks
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.live import export, fingerprints, hooks
+from ntp_plugin.megatron.live.failed_save import require_saved
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.step_replay import LoopState
@@ -200,14 +201,21 @@ class MegatronJob:
 
     def end(self) -> None:
         """End together with the other ranks: a process that ends without this counts as lost, whatever its exit
-        code."""
+        code.
+
+        Raises:
+            NotSaved: The newest checkpoint could not be written.
+        """
         if self.loop.driver is not None:
             self.driver.finish()
         if self.trainer.copies is not None:
             self.trainer.copies.close()
-        self.event_writer.write(Ended())
+        failed_after = self.saves.progress.failed_after
+        if not failed_after:
+            self.event_writer.write(Ended())
         self.event_writer.close()
         self.rank.leave()
+        require_saved(failed_after, self.args, has_copies=self.trainer.copies is not None)
 
 
 class Jobs:

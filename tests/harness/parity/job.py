@@ -6,7 +6,7 @@ import hashlib
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class Job:
     dtype: str = "float64"
     eps: str = "1e-4"
     more: str = ""
+    left_out: frozenset[str] = frozenset()
+    """Flags that the command line does not give, nor their values."""
     route: str = "direct"
     copies: str = ""
     """A folder for them that outlives the ranks."""
@@ -92,7 +94,17 @@ class Job:
         if self.schedule:  # Megatron's count of iterations would depend on the number of replicas
             common = common.replace(f"--train-iters {STEPS}", "").replace("--lr-warmup-iters 2", "")
             batch = f"--step-batch-size-schedule {self.schedule} --train-samples {self.samples} --lr-warmup-samples 6"
-        return [*common.split(), *batch.split(), *self.model.split(), *parallel, *plugin, *self.more.split()]
+        words = [*common.split(), *batch.split(), *self.model.split(), *parallel, *plugin, *self.more.split()]
+        return list(without(words, self.left_out))
+
+
+def without(words: Sequence[str], flags: Collection[str]) -> Iterator[str]:
+    """The words of a command line, without some flags and the values behind them."""
+    drops = False
+    for word in words:
+        drops = word in flags or (drops and not word.startswith("--"))
+        if not drops:
+            yield word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

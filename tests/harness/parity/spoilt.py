@@ -6,8 +6,11 @@ Called in a rank, before Megatron starts: the fault stays for the life of the pr
 import dataclasses
 import functools
 import gc
+import os
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
 from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
+from ntp_plugin.megatron.checkpoint.save_errors import SaveErrors
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
@@ -28,6 +32,7 @@ from ntp_plugin.megatron.live import hooks, training_step, unsynced
 from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
+from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup
 from ntp_plugin.megatron.reduction.lane_groups import Made
@@ -481,6 +486,12 @@ def writers_wait_and_share() -> None:
     _put(background_writer, "_own_copies", lambda _, staged: staged)
 
 
+def writers_wait_and_void_ones_stay() -> None:
+    """The same, and Megatron keeps the non-persistent checkpoint with the highest number."""
+    writers_wait()
+    _put(UnfinishedSave, "removing_older", lambda _, original: original)
+
+
 def norms_are_tensors() -> None:
     """Have the norm of gradients be a tensor with one number, as with the kernels of TransformerEngine."""
     result = TrainingStep._step_result
@@ -541,3 +552,56 @@ def repeated_steps_have_the_newest_batch() -> None:
 
 def _if_degraded(original: Any, spoilt: Any) -> Any:
     return lambda job, *args: (spoilt if job.layout.pattern else original)(job, *args)
+
+
+CLEARED_AFTER = 6
+"""The step after which files can be written again."""
+
+
+def small_files_at_first() -> None:
+    """Have rank 3 write no file of the size of a checkpoint, until some steps are over: a limit of the system."""
+    if os.environ["RANK"] != "3":
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))
+    _after(CLEARED_AFTER, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+
+
+LARGEST_FILE = 1 << 17
+"""Bytes; more than a test writes by itself, and less than a rank's part of a checkpoint."""
+
+
+def obstacles_at_first() -> None:
+    """Have rank 0 remove what a test has put into the way of checkpoints, when some steps are over."""
+    from megatron.training import get_args  # noqa: PLC0415
+
+    def remove() -> None:
+        folder = Path(get_args().save)
+        (folder / "filler").unlink(missing_ok=True)
+        for in_the_way in folder.glob("latest_checkpointed_iteration.txt.new"):
+            in_the_way.rmdir()
+
+    if os.environ["RANK"] == "0":
+        _after(CLEARED_AFTER, remove)
+
+
+def errors_of_saves_are_raised() -> None:
+    """Files are full at first, and the plugin leaves Megatron alone with it."""
+    obstacles_at_first()
+    _put(SaveErrors, "table", lambda _: ())
+    _put(SaveErrors, "asking", lambda _, barrier: barrier)
+    _put(UnfinishedSave, "attempted", lambda _, original: original)
+
+
+def _after(step: int, then: Callable[[], None]) -> None:
+    """Call a function once a step is over."""
+    from megatron.training import training  # noqa: PLC0415
+
+    log = training.training_log
+
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        if args[3] == step:
+            then()
+        return log(*args, **kwargs)
+
+    training.training_log = logged
