@@ -87,6 +87,14 @@ ON_OBJECTS = {
 """Methods that the plugin calls or replaces on an object, without a name that an import binds."""
 
 
+PATCHED = {
+    "megatron-core": {
+        "megatron.training.training:build_pretraining_data_loader": "(dataset, consumed_samples, is_training=False)"
+    }
+}
+"""Signatures that the patches of this repository change."""
+
+
 class Names(ast.NodeVisitor):
     """The targets in one file of the plugin."""
 
@@ -219,7 +227,8 @@ def table(package: str) -> Mapping[str, object]:
     signatures = {target: signature_of(target) for target in names_of(package)}
     missing = [target for target, signature in signatures.items() if signature == MISSING]
     assert not missing, f"{package} has no {missing}"
-    return {"version": importlib.metadata.version(package), "signatures": signatures}
+    found = {"version": importlib.metadata.version(package), "signatures": signatures}
+    return found | ({"patched": PATCHED[package]} if package in PATCHED else {})
 
 
 def written(package: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ntp_plugin.errors import Refused
-from ntp_plugin.tested_versions.signatures import MISSING, signature_of
+from ntp_plugin.tested_versions.signatures import ANYTHING, MISSING, signature_of
 
 _LOG = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
@@ -41,6 +41,8 @@ class TestedPackage:
     package: str
     version: str
     signatures: Mapping[str, str]
+    patched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Signatures that differ in a framework with the patches of this repository (`patches/`), which are tested too."""
 
     @classmethod
     def read(cls, package: str) -> "TestedPackage":
@@ -100,7 +102,11 @@ def compare(table: TestedPackage) -> InstalledPackage:
         version=_version_of(table.package),
         tested=table.version,
         compared=len(table.signatures),
-        changes=tuple(_change(target, found, tested) for target, found, tested in pairs if found != tested),
+        changes=tuple(
+            _change(target, found, tested)
+            for target, found, tested in pairs
+            if found not in (tested, table.patched.get(target), ANYTHING)
+        ),
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "missing"
+ANYTHING = "(*args, **kwargs)"
+"""What a wrapper has that passes all on, as profilers and tracers put around functions: it hides the signature."""
 _PLAIN = (bool, int, float, str, type(None))
 _MARKS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 

@@ -88,6 +88,20 @@ def test_each_change_is_named_with_both_signatures():
     )
 
 
+def test_a_wrapper_that_passes_all_on_and_a_patched_function_are_accepted(monkeypatch):
+    import textwrap  # noqa: PLC0415
+
+    import torch  # noqa: F401, PLC0415  (as above)
+
+    monkeypatch.setattr(textwrap, "dedent", lambda *args, **kwargs: (args, kwargs))
+    monkeypatch.setattr(textwrap, "indent", lambda text, more=False: (text, more))
+    signatures = {"textwrap:dedent": "(text)", "textwrap:indent": "(text)"}
+    table = TestedPackage(package="torch", version="2.15.0", signatures=signatures)
+    assert [change.split()[0] for change in compare(table).changes] == ["textwrap:indent"]
+    patched = dataclasses.replace(table, patched={"textwrap:indent": "(text, more=False)"})
+    assert compare(patched).changes == ()
+
+
 @pytest.mark.parametrize(("version", "known"), [("2.15.3", True), ("2.16.0", False), ("3.15.0", False)])
 def test_another_patch_release_is_known(version, known):
     one = comparison.InstalledPackage(package="torch", version=version, tested="2.15.0", compared=1, changes=())
