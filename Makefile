@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two files of tests at a time: ranks wait for much of theirs.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-recipes show-widths soak-cycles megatron-flags docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-recipes show-widths soak-cycles megatron-flags signatures docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan recipes/plan/two-gpus-short.toml
@@ -96,6 +96,9 @@ soak-cycles: $(READY)
 
 megatron-flags: $(READY)  # writes docs/megatron-flags.md, the page of all flags of the installed Megatron
 	$(PY) -W ignore -m ntp_plugin.megatron.flag_table docs/megatron-flags.md
+
+signatures: $(READY)  # writes the tables of the frameworks' signatures that the tests ran with
+	$(PY) -W ignore -m benchmarks.signatures ntp_plugin/tested_versions
 
 docs: $(READY)  # the pages as a site in build/site; fails where a link leads nowhere
 	.venv/bin/mkdocs build --strict

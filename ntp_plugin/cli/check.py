@@ -20,6 +20,7 @@ from ntp_plugin.cli.parser import OneLineParser, number
 from ntp_plugin.config.files import read_file
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.job_check import JobCheck, StartedRanks
+from ntp_plugin.tested_versions.comparison import refusal
 
 ACCEPTED, NOT_ACCEPTED = 0, 1
 PIPED_WIDTH = 140
@@ -177,10 +178,12 @@ def _yaml(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _framework(name: str, package: str) -> Iterator[None]:
-    """Raise `ConfigError` where the framework is not installed."""
+    """Raise `ConfigError` where the framework is not installed, and `Refused` where it lacks a function."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if (changed := refusal(name.lower())) is not None:
+            raise changed from None
         if error.name is None or error.name.split(".")[0] not in ("torch", "megatron", "deepspeed"):
             raise
         raise ConfigError(

@@ -13,6 +13,7 @@ the first micro-batch of that step, with the lost rank's micro-batches dealt to 
 runs a few more iterations. A micro-batch that the loop had already drawn is stale: its forward is computed, and its
 backward and step do nothing.
 
+    untested.py             a DeepSpeed that the tests do not know: no hook is installed, and an enabled job refused
     activation.py           installs the hooks: an editable process group, and the engine when it is built
     job.py                  this process in a job that `ntp run` started, from its process group to its end
     settings.py             reads the `ntp` block of a DeepSpeed configuration
@@ -51,8 +52,34 @@ loader, or by `engine.global_steps`. The loader is the one that `deepspeed.initi
 The public API is `enable`; importing this package is enough. Next: `activation.py`, then `accumulation_window.py`.
 """
 
-from ntp_plugin.deepspeed.activation import enable, install
+from ntp_plugin.deepspeed.untested import install
 
 __all__ = ["enable"]
+
+
+def enable() -> None:
+    """Put the plugin into this process. A script calls it before a process group is made.
+
+    A script that `ntp run` starts need not call it, unless it makes its process group before it imports deepspeed. The
+    configuration enables the plugin: without `"ntp": {"enabled": true}` DeepSpeed runs unchanged. With it, `ntp run`
+    must have started the job, or `deepspeed.initialize` raises `ConfigError`. A second call does nothing. After the
+    call, an uncaught error of the plugin ends the process with one line instead of a traceback.
+
+    Raises:
+        Refused: The call comes too late: the process group was made before `ntp_plugin.deepspeed` was imported. With a
+            DeepSpeed or torch whose functions are not those that the plugin was tested with, `deepspeed.initialize`
+            raises it, where the configuration enables the plugin.
+
+    Examples:
+        ```python
+        from ntp_plugin.deepspeed import enable
+
+        enable()
+
+        engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+        ```
+    """
+    install(late_is_refused=True)
+
 
 install()  # importing is enough, as for other DeepSpeed plugins; the configuration switches the plugin on

@@ -24,6 +24,7 @@ from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.tested_versions.comparison import require_tested
 
 _HALF_AN_HOUR = timedelta(minutes=30)
 _FIRST = "import ntp_plugin.deepspeed before the first torch.distributed.init_process_group"
@@ -34,8 +35,12 @@ class _DeepSpeedHooks:
     late = False
 
 
-def install() -> None:
-    """Install the hooks for the rest of this process; a second call does nothing."""
+def install(*, late_is_refused: bool = False) -> None:
+    """Install the hooks for the rest of this process; a second call does nothing.
+
+    Args:
+        late_is_refused: Whether to raise `Refused` where the process group was made before the hooks were installed.
+    """
     if not _DeepSpeedHooks.hooks:
         _DeepSpeedHooks.late = dist.is_initialized()
         # It bypasses the process groups, and its first use compiles for minutes.
@@ -43,30 +48,7 @@ def install() -> None:
         apply_all(TABLE)
         sys.excepthook = in_one_line(sys.excepthook)
     _DeepSpeedHooks.hooks = True
-
-
-def enable() -> None:
-    """Put the plugin into this process. A script calls it before a process group is made.
-
-    A script that `ntp run` starts need not call it, unless it makes its process group before it imports deepspeed. The
-    configuration enables the plugin: without `"ntp": {"enabled": true}` DeepSpeed runs unchanged. With it, `ntp run`
-    must have started the job, or `deepspeed.initialize` raises `ConfigError`. A second call does nothing. After the
-    call, an uncaught error of the plugin ends the process with one line instead of a traceback.
-
-    Raises:
-        Refused: The call comes too late: the process group was made before `ntp_plugin.deepspeed` was imported.
-
-    Examples:
-        ```python
-        from ntp_plugin.deepspeed import enable
-
-        enable()
-
-        engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
-        ```
-    """
-    install()
-    if _DeepSpeedHooks.late:
+    if late_is_refused and _DeepSpeedHooks.late:
         raise Refused("ntp_plugin.deepspeed.enable() is called too late: the process group is made", fix=_FIRST)
 
 
@@ -110,6 +92,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
             return
         if job is None:
             raise _not_ours()
+        require_tested("deepspeed", reports=job.rank.place.slot == 0)
         mpu = kwargs.get("mpu")
         job.refuse(engine, config, policy, mpu)
         if mpu is not None:

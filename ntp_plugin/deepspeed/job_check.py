@@ -28,6 +28,7 @@ from ntp_plugin.planning.recovery_plan import Nominal
 from ntp_plugin.planning.survival import Survival
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.planning.units import Family, ModelUnits, Run, StageUnits, Tensor
+from ntp_plugin.tested_versions.comparison import refusal, warning
 
 _USUAL_HOST = 8
 _UNITS_PER_SLOT = 64
@@ -79,6 +80,8 @@ def check_job(raw: Mapping[str, Any], ranks: StartedRanks, *, tp: int, parameter
         notes=tuple(_notes(raw, shape, ranks, topology, policy, parameters=parameters)),
     )
     check = _with_one_replica(check, shape)
+    if (error := refusal("deepspeed")) is not None:
+        check = refused(check, error, flag="the installed version")
     return check if check.unsupported else _examined(check, shape, policy, parameters)
 
 
@@ -285,6 +288,8 @@ def _notes(
     *,
     parameters: int | None,
 ) -> Iterator[str]:
+    if untested := warning("deepspeed"):
+        yield untested
     if not policy.enabled:
         yield '"ntp": {"enabled": true} is not in the configuration; this is what the job would be with it'
     if ranks.size is None:

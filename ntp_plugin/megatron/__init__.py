@@ -11,6 +11,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
 
     __main__.py         starts a script with the `--ntp-...` flags registered
     activation.py       the `--ntp-...` flags: parsing, checks, and when the hooks are installed
+    core_loop.py        `elastic`, by which a hand-written loop over megatron.core joins a job
     recipe_check.py     which options of a command line a live job does not support
     job_check.py        what `ntp check` finds out about a command line: losses, memory, changes
     checkpoint_arguments.py  the arguments that Megatron takes from a checkpoint, for these checks
@@ -65,17 +66,22 @@ mean over all micro-batches; it is never a mean of replicas' means. Cut paramete
 ones once per replica, after their TP group has added its parts. All ranks clip by the same norm, bit for bit. Initial
 weights equal those of a nominal run, unit for unit; before the first step, a digest of every tensor verifies this.
 
-The public API is `enable` and `check`. Next: `layout.py`, then `hooks.py`; for losses during training,
+The public API is `enable`, `check` and `elastic`. Next: `layout.py`, then `hooks.py`; for losses during training,
 `live/__init__.py`.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ntp_plugin.planning.job_check import UnsupportedOption
+from ntp_plugin.lazy_exports import lazy_exports
 
-__all__ = ["check", "enable"]
+if TYPE_CHECKING:
+    from ntp_plugin.megatron.core_loop import ElasticCoreLoop, elastic
+    from ntp_plugin.planning.job_check import UnsupportedOption
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, {"ntp_plugin.megatron.core_loop": ("ElasticCoreLoop", "elastic")})
+
+__all__ = ["ElasticCoreLoop", "check", "elastic", "enable"]
 
 
 def check(flags: Sequence[str]) -> "tuple[UnsupportedOption, ...]":

@@ -28,6 +28,7 @@ from ntp_plugin.megatron.unsupported import (
 )
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.rank_context import RankContext
+from ntp_plugin.tested_versions.comparison import require_present, require_tested
 
 _PREFIX = "ntp-"
 
@@ -41,6 +42,7 @@ def install() -> None:
     """Register the flags for the rest of this process; a second call does nothing."""
     if not _MegatronHooks.flags:
         _MegatronHooks.flags = True  # first: importing the replaced modules may call this again, under `ntp run`
+        require_present([replacement.target for replacement in FLAGS])
         apply_all(FLAGS)
 
 
@@ -134,6 +136,8 @@ def _with_layout(original: Any) -> Any:
         policy = read_policy(args)
         if policy.lost and not policy.enabled:
             raise ConfigError("--ntp-lost names slots, and the plugin is off", fix="--ntp-enable")
+        if policy.enabled:
+            require_tested("megatron", reports=args.rank == 0)
         if policy.enabled and args.ckpt_format == "torch":
             from ntp_plugin.megatron import hooks  # noqa: PLC0415  (it imports the rest of Megatron)
 

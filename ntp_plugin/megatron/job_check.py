@@ -25,6 +25,7 @@ from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, ex
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.planning.units import ModelUnits, transformer_units
+from ntp_plugin.tested_versions.comparison import refusal, warning
 
 ENABLE = "--ntp-enable"
 _MAIN_BYTES, _MOMENT_BYTES = 4, 4
@@ -61,6 +62,8 @@ def check_job(flags: Sequence[str], ranks: StartedRanks) -> JobCheck:
         topology=topology,
         notes=(*_notes(unknown, ranks, topology, enabled=enabled), *([read] if read else [])),
     )
+    if (error := refusal("megatron")) is not None:
+        check = refused(check, error, flag="the installed version")
     return check if check.unsupported else _examined(check, args, policy)
 
 
@@ -238,6 +241,8 @@ def _layout_alone(nominal: Nominal) -> Nominal:
 
 
 def _notes(unknown: Sequence[str], ranks: StartedRanks, topology: Topology, *, enabled: bool) -> Iterator[str]:
+    if untested := warning("megatron"):
+        yield untested
     if not enabled:
         yield f"{ENABLE} is not among the flags; this is what the job would be with it"
     if ranks.size is None:

@@ -8,6 +8,7 @@ The thread writes what the tensors were when the save was scheduled: those on a 
 and those on the host are cloned here, since training goes on to change them.
 """
 
+import functools
 import queue
 import threading
 from typing import Any
@@ -95,16 +96,16 @@ BY_A_THREAD: tuple[Replacement, ...] = (
     Replacement(
         target=f"{_STRATEGIES}.async_utils:AsyncCallsQueue._get_async_caller",
         why="a process that writes stays behind when its rank is killed, and needs a GPU",
-        make=lambda _: lambda _: WriterThread(),
+        make=lambda original: functools.wraps(original)(lambda _: WriterThread()),
     ),
     Replacement(
         target=f"{_STRATEGIES}.filesystem_async:get_write_results_queue",
         why="its queue starts a process that stays behind when this rank is killed, and that imports everything again",
-        make=lambda _: lambda *_, **__: queue.Queue(),
+        make=lambda original: functools.wraps(original)(lambda *_, **__: queue.Queue()),
     ),
     Replacement(
         target="megatron.training.initialize:init_persistent_async_worker",
         why="nothing is for a process to write",
-        make=lambda _: lambda *_, **__: None,
+        make=lambda original: functools.wraps(original)(lambda *_, **__: None),
     ),
 )

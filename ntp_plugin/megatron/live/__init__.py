@@ -46,5 +46,7 @@ ended its work. After a loss within a section all ranks do it again, unless one 
 sections Megatron runs a few more collectives, for timers and logs. If a loss interrupts one of these, the rank skips it
 and all that follow up to the next section: others may have completed it, and do not repeat it.
 
+`core_loop.py` of the package above runs a hand-written loop in the same job, through Megatron's `train_step`.
+
 Next: `start.py`, then `trainer.py` and `training_step.py`.
 """
