@@ -6,6 +6,7 @@ Called in a rank, before Megatron starts: the fault stays for the life of the pr
 import dataclasses
 import functools
 import gc
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -537,6 +538,28 @@ def scale_keeps_the_first_batch() -> None:
 def repeated_steps_have_the_newest_batch() -> None:
     """The calculator of micro-batches does not follow steps that are repeated."""
     _put(training_step, "update_num_microbatches", lambda *_, **__: None)
+
+
+def no_fused_attention() -> None:
+    """The emulation of TransformerEngine has no fused attention."""
+    from ntp_plugin.megatron.te_emulation import extension, kernels  # noqa: PLC0415
+
+    def missing(*_: Any) -> Any:
+        raise kernels.unsupported("fused attention")
+
+    for name in ("get_fused_attn_backend", "fused_attn_fwd", "fused_attn_bwd"):
+        _put(sys.modules[extension.NAME], name, missing)
+
+
+def statistics_are_rounded() -> None:
+    """Fused attention returns its softmax statistics in single precision."""
+    from ntp_plugin.megatron.te_emulation import attention, extension  # noqa: PLC0415
+
+    def rounded(*given: Any) -> Any:
+        out, statistics, state = attention.fused_attn_fwd(*given)
+        return [out, torch.from_numpy(statistics.numpy().astype("float32")).double(), state]
+
+    _put(sys.modules[extension.NAME], "fused_attn_fwd", rounded)
 
 
 def _if_degraded(original: Any, spoilt: Any) -> Any:
