@@ -6,12 +6,15 @@ weighs the parts of a sample alike, so these jobs have samples whose tokens all 
 """
 
 import collections
-import dataclasses
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
 from benchmarks.numerics import BOUNDS
-from tests.harness.parity.job import Job, largest_differences, run
+from tests.harness.parity.job import RECIPES, Job, largest_differences, run
 from tests.harness.parity.layouts import BASE, MODELS
 
 FLOAT64 = BOUNDS["float64"]
@@ -22,7 +25,7 @@ FEW = "--train-iters 4"
 def job(more="", **options):
     model = f"{MODELS[BASE]} --transformer-impl transformer_engine"
     masked = PER_TOKEN in more
-    return Job(model=model, more=f"{FEW} {more}", batch=4, masked=masked, **{"tp": 1, "cp": 2} | options)
+    return Job(model=model, more=f"{FEW} {more}", batch=4, **{"tp": 1, "cp": 2, "masked": masked} | options)
 
 
 def reference(more="", **options):
@@ -74,17 +77,32 @@ def test_a_sliding_window(kind):
     assert worst_of(run(job(f"{window} --cp-comm-type {kind}")), reference(window)) <= FLOAT64
 
 
-def test_float32():
-    found = run(job(PER_TOKEN, dtype="float32"))
-    assert worst_of(found, reference(PER_TOKEN, dtype="float32")) <= BOUNDS["float32"]
+def test_one_rank_of_context_may_call_fused_attention():
+    """As a rank does that stays alone in its context."""
+    assert worst_of(run(job(PER_TOKEN, cp=1, spoil="attention_is_fused")), reference(PER_TOKEN)) <= FLOAT64
+
+
+def losses(processes, *more):
+    """What Megatron prints under `NTP_CPU=1`."""
+    script = [str(RECIPES / "pretrain_gpt.py"), f"@{RECIPES / 'tiny-te.args'}", "--train-iters=4"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launch, "-m", "ntp_plugin.megatron", *script, "--use-cpu-initialization", *more]
+    environment = {**os.environ, "NTP_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+
+
+def test_a_job_in_float32_prints_the_losses_of_one_rank():
+    expected = losses(1)
+    assert len(expected) == 4
+    assert losses(2, "--context-parallel-size=2") == pytest.approx(expected, rel=1e-6)
 
 
 def test_megatron_weighs_the_parts_of_a_sample_alike_without_a_loss_per_token():
     """Its own rule, and so a control: where a part has fewer tokens that count, each weighs more."""
-    masked = dataclasses.replace(job(), masked=True)
-    assert worst_of(run(masked), dataclasses.replace(reference(), masked=True)) > 1e-6
+    assert worst_of(run(job(masked=True)), reference(masked=True)) > 1e-6
 
 
 def test_control_statistics_in_single_precision_are_noticed():
-    found = run(dataclasses.replace(job(PER_TOKEN), spoil="statistics_are_rounded"))
-    assert worst_of(found, reference(PER_TOKEN)) > 1e3 * FLOAT64
+    assert worst_of(run(job(PER_TOKEN, spoil="statistics_are_rounded")), reference(PER_TOKEN)) > 1e3 * FLOAT64

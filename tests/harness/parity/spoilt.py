@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
+from ntp_plugin.megatron import cpu_arguments
 from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.job import JobPlan
@@ -549,6 +550,11 @@ def no_fused_attention() -> None:
 
     for name in ("get_fused_attn_backend", "fused_attn_fwd", "fused_attn_bwd"):
         _put(sys.modules[extension.NAME], name, missing)
+
+
+def attention_is_fused() -> None:
+    """The emulation has fused attention without context parallelism, too."""
+    _put(cpu_arguments, "_attention", lambda _: "fused")
 
 
 def statistics_are_rounded() -> None:
