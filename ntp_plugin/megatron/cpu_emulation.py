@@ -27,6 +27,7 @@ from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron import cpu_fused_gradients
 from ntp_plugin.megatron.cpu_arguments import with_cpu_arguments
 from ntp_plugin.megatron.te_emulation import importing
+from ntp_plugin.megatron.te_emulation.attention_calls import ATTENTION_CALLS
 from ntp_plugin.patching import Replacement, apply_all
 
 VARIABLE = "NTP_CPU"
@@ -74,6 +75,8 @@ def install(mode: str, words: Sequence[str] = ()) -> None:
         torch.set_default_dtype(torch.float64)
         apply_all(DOUBLE)
     apply_all((*MEGATRON, *(DOUBLE_IN_MEGATRON if mode == FLOAT64 else ())))
+    if importing.is_wanted(words):
+        apply_all(ATTENTION_CALLS)
     from ntp_plugin.megatron.checkpoint.background_writer import BY_A_THREAD  # noqa: PLC0415  (imports Megatron)
 
     apply_all(BY_A_THREAD)

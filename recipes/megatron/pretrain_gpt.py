@@ -32,6 +32,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -63,7 +64,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(samples: Iterator[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the next micro-batch; the first rank of the TP group draws it and broadcasts it to the others."""
+    """Return this rank's part of the next micro-batch; the first rank of the TP group draws it for the others."""
     args, group = get_args(), parallel_state.get_tensor_model_parallel_group()
     first, shape = parallel_state.get_tensor_model_parallel_src_rank(), (args.micro_batch_size, args.seq_length)
     device = torch.cuda.current_device()
@@ -75,7 +76,9 @@ def get_batch(samples: Iterator[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         batch = [torch.empty(shape, dtype=kind, device=device) for kind in kinds]
     for part in batch:
         torch.distributed.broadcast(part, first, group=group)
-    return batch
+    context = parallel_state.get_context_parallel_group()
+    parts = get_batch_on_this_cp_rank(dict(zip(KEYS, batch, strict=True)), is_hybrid_cp=False, cp_group=context)
+    return [parts[key] for key in KEYS]
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

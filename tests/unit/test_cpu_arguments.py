@@ -5,6 +5,7 @@ import enum
 
 import pytest
 
+from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron.cpu_arguments import ON_A_CPU, changed, with_cpu_arguments
 from ntp_plugin.megatron.te_emulation import extension, importing
 
@@ -13,6 +14,8 @@ class Backend(enum.Enum):
     flash = 1
     unfused = 2
     auto = 3
+    fused = 4
+    local = 5
 
 
 def arguments(**values):
@@ -27,6 +30,25 @@ def test_fusions_are_switched_off_and_what_suits_a_cpu_stays():
 @pytest.mark.parametrize(("backend", "wanted"), [(Backend.flash, Backend.unfused), (Backend.unfused, None)])
 def test_attention_is_unfused(backend, wanted):
     assert changed(arguments(attention_backend=backend)).get("attention_backend") is wanted
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted"), [(Backend.auto, Backend.fused), (Backend.unfused, Backend.fused), (Backend.fused, None)]
+)
+def test_attention_is_fused_with_context_parallelism_alone(backend, wanted):
+    given = {"attention_backend": backend, "attention_dropout": 0.0}
+    assert changed(arguments(context_parallel_size=2, **given)).get("attention_backend") is wanted
+    assert changed(arguments(context_parallel_size=1, **given)).get("attention_backend", backend) is Backend.unfused
+
+
+def test_local_attention_stays():
+    assert changed(arguments(attention_backend=Backend.local)) == {}
+
+
+def test_dropout_of_attention_with_context_parallelism_is_refused():
+    given = arguments(attention_backend=Backend.auto, context_parallel_size=2, attention_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"no --attention-dropout 0\.1 with --context-parallel-size 2"):
+        changed(given)
 
 
 def test_changes_are_printed_once_in_one_line(capsys):

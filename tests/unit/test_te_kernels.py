@@ -196,8 +196,8 @@ def test_norms_and_scales_of_lists():
 def test_what_is_not_there_says_so_by_its_name():
     module = extension.build()
     assert isinstance(module, types.ModuleType)
-    with pytest.raises(NotImplementedError, match="fused_attn_fwd of TransformerEngine"):
-        module.fused_attn_fwd()
+    with pytest.raises(NotImplementedError, match="convert_thd_to_bshd of TransformerEngine"):
+        module.convert_thd_to_bshd()
     with pytest.raises(NotImplementedError, match="userbuffers"):
         kernels.generic_gemm(
             *(torch.ones(2, 2), True, torch.ones(2, 2), False, None, None, None, None, None, False, None, False),

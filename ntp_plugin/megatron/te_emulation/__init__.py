@@ -5,10 +5,13 @@ CUDA; with functions of the same names and results in the extension's place, Meg
 laptop as they are. A function that is not here raises `Unsupported` with its name; nothing is computed approximately
 in silence.
 
-    kernels.py    the extension's functions, in torch
-    extension.py  the extension as a module: these functions, and the enums
-    importing.py  puts it in the extension's place when TransformerEngine is imported
+    kernels.py          the extension's functions, in torch
+    attention.py        fused attention, for context parallelism
+    attention_calls.py  what is replaced in TransformerEngine's Python where it calls that
+    extension.py        the extension as a module: these functions, and the enums
+    importing.py        puts it in the extension's place when TransformerEngine is imported
 
-Attention runs by TransformerEngine's own unfused backend. Needs the package `transformer-engine` without its compiled
-parts: `pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes`.
+Attention runs by TransformerEngine's own unfused backend. With context parallelism, where it refuses that, its ring,
+its gather or its exchange of heads runs over fused attention, without dropout. Needs the package `transformer-engine`
+without its compiled parts: `pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes`.
 """

@@ -4,7 +4,7 @@ import enum
 import types
 from typing import Any
 
-from ntp_plugin.megatron.te_emulation import kernels
+from ntp_plugin.megatron.te_emulation import attention, kernels
 
 NAME = "transformer_engine_torch"
 
@@ -73,6 +73,9 @@ _FUNCTIONS = (
     kernels.multi_tensor_scale_tensor,
     kernels.multi_tensor_adam,
     kernels.multi_tensor_sgd,
+    attention.get_fused_attn_backend,
+    attention.fused_attn_fwd,
+    attention.fused_attn_bwd,
     kernels.bgrad_quantize,
     kernels.splits_to_offsets,
     kernels.get_cudnn_version,

@@ -48,12 +48,15 @@ class Job:
     tp: int
     dp: int = 1
     pp: int = 1
+    cp: int = 1
     chunks: int = 1
     """Virtual stages on each rank."""
     batch: int = 6
     schedule: str = ""
     """Instead of `batch`: sizes as `--step-batch-size-schedule` has them, for a job of `samples` samples."""
     samples: int = 0
+    masked: bool = True
+    """Whether samples have different numbers of tokens that count."""
     lost: tuple[str, ...] = ()
     enabled: bool = False
     dtype: str = "float64"
@@ -72,7 +75,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        return self.tp * self.pp * self.dp - sum(len(word.split(",")) for word in self.lost)
+        return self.tp * self.cp * self.pp * self.dp - sum(len(word.split(",")) for word in self.lost)
 
     @property
     def recipe(self) -> Path:
@@ -87,6 +90,7 @@ class Job:
         plugin += [f"--ntp-route={self.route}"] if self.lost else []
         parallel = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
         parallel += ["--num-layers", str(max(2, self.pp * self.chunks)), "--adam-eps", self.eps]
+        parallel += ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []
         if self.chunks > 1 and "|" not in self.model:
             parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
         common = COMMON.replace("--mock-data", "") if "--data-path" in self.more else COMMON
@@ -243,7 +247,8 @@ class Looker:
         training.training_log = self._with_log(training.training_log)
         training.evaluate = self._with_evaluation(training.evaluate)
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
-        MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
+        if job.masked:
+            MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
         for name in COLLECTIVES:
             setattr(torch.distributed, name, self._counted(name))
         if job.group_adam:

@@ -8,7 +8,9 @@ import functools
 import gc
 import os
 import resource
+import sys
 import time
+import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
+from ntp_plugin.megatron import cpu_arguments, fp8_scales
 from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.checkpoint.save_errors import SaveErrors
@@ -95,6 +98,22 @@ def _swapped(tensor_slice: Slice, half: int) -> Slice:
     ]
     other = tuple((a + half, b + half) if b <= half else (a - half, b - half) for a, b in parts)
     return Slice(name=tensor_slice.name, dim=tensor_slice.dim, ranges=other)
+
+
+def scales_of_a_replica_stay() -> None:
+    """A degraded replica does not update FP8's scales."""
+    make = fp8_scales.hooks
+
+    def hooks_and_one(args: Any) -> tuple[Replacement, ...]:
+        keep = Replacement(
+            target="transformer_engine.pytorch.quantization:tex",
+            why="its scales stay as they are",
+            make=lambda _: types.SimpleNamespace(fused_amax_and_scale_update_after_reduction=lambda *_: None),
+        )
+        is_degraded = args.rank == args.world_size - 1
+        return (*make(args), keep) if is_degraded else make(args)
+
+    _put(fp8_scales, "hooks", hooks_and_one)
 
 
 def units_to_the_wrong_core() -> None:
@@ -529,6 +548,22 @@ def scale_changes_before_the_vote() -> None:
     _put(LossScale, "step_is_over", lambda *_, **__: None)
 
 
+def replicas_of_a_context_weigh_as_before() -> None:
+    """Gradients are weighed as if all replicas of a context group shared its sequences."""
+    scale: Any = LaneSync.scale
+
+    def as_before(sync: LaneSync) -> float:
+        layout = sync._layout
+        return float(scale.fget(sync) * layout.context_degree / layout.topology.cp)
+
+    _put(LaneSync, "scale", property(as_before))
+
+
+def rows_are_in_order() -> None:
+    """The rows of a replica are taken for consecutive ones."""
+    _put(ExactDropout, "_in_the_sequence", lambda _, rows: rows)
+
+
 def sampler_keeps_the_first_batch() -> None:
     """The samples of a replica with a lost slot are those of the first size of the global batch, in all steps."""
     _put(JobPlan, "batch_at", _if_degraded(JobPlan.batch_at, lambda job, _: job.shared_out(job._schedule.at(0))))
@@ -548,6 +583,33 @@ def scale_keeps_the_first_batch() -> None:
 def repeated_steps_have_the_newest_batch() -> None:
     """The calculator of micro-batches does not follow steps that are repeated."""
     _put(training_step, "update_num_microbatches", lambda *_, **__: None)
+
+
+def no_fused_attention() -> None:
+    """The emulation of TransformerEngine has no fused attention."""
+    from ntp_plugin.megatron.te_emulation import extension, kernels  # noqa: PLC0415
+
+    def missing(*_: Any) -> Any:
+        raise kernels.unsupported("fused attention")
+
+    for name in ("get_fused_attn_backend", "fused_attn_fwd", "fused_attn_bwd"):
+        _put(sys.modules[extension.NAME], name, missing)
+
+
+def attention_is_fused() -> None:
+    """The emulation has fused attention without context parallelism, too."""
+    _put(cpu_arguments, "_attention", lambda _: "fused")
+
+
+def statistics_are_rounded() -> None:
+    """Fused attention returns its softmax statistics in single precision."""
+    from ntp_plugin.megatron.te_emulation import attention, extension  # noqa: PLC0415
+
+    def rounded(*given: Any) -> Any:
+        out, statistics, state = attention.fused_attn_fwd(*given)
+        return [out, torch.from_numpy(statistics.numpy().astype("float32")).double(), state]
+
+    _put(sys.modules[extension.NAME], "fused_attn_fwd", rounded)
 
 
 def _if_degraded(original: Any, spoilt: Any) -> Any:
