@@ -4,7 +4,7 @@ import enum
 import types
 from typing import Any
 
-from ntp_plugin.megatron.te_emulation import kernels
+from ntp_plugin.megatron.te_emulation import kernels, quantized
 
 NAME = "transformer_engine_torch"
 
@@ -74,6 +74,12 @@ _FUNCTIONS = (
     kernels.multi_tensor_adam,
     kernels.multi_tensor_sgd,
     kernels.bgrad_quantize,
+    quantized.quantize,
+    quantized.dequantize,
+    quantized.create_empty_quantized_tensor,
+    quantized.fp8_transpose,
+    quantized.compute_amax,
+    quantized.fused_amax_and_scale_update_after_reduction,
     kernels.splits_to_offsets,
     kernels.get_cudnn_version,
     kernels.get_cublasLt_version,
