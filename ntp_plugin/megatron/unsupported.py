@@ -11,6 +11,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.job_check import UnsupportedOption
+from ntp_plugin.planning.units import default_granule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,21 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, fix
         why="is not built yet for replicas of different width",
         fix=fix or f"leave {flag} out, or start with full-width replicas",
     )
+
+
+FP8_RECIPES = ("delayed", "tensorwise")
+"""Recipes with one scale for each tensor: from earlier micro-batches, or its own."""
+
+
+def is_fp8(args: Any) -> bool:
+    """Whether matrix products are in FP8."""
+    return bool(getattr(args, "fp8", None))
+
+
+def fp8_recipe(args: Any) -> str:
+    """Return how FP8's tensors are scaled."""
+    recipe = args.fp8_recipe
+    return str(getattr(recipe, "value", recipe))
 
 
 def _not_yet_live(flag: str, applies: Callable[[Any], object]) -> Refusal:
@@ -121,7 +137,16 @@ TABLE: tuple[Refusal, ...] = (
         fix="leave it out",
     ),
     _not_built("--mtp-num-layers"),
-    _not_built("--fp8-format", _given("fp8")),
+    Refusal(
+        flag="--fp8-recipe",
+        applies=lambda args: is_fp8(args) and fp8_recipe(args) not in FP8_RECIPES,
+        why="scales by blocks or by code of yours, which nobody has tried with uneven layers",
+        fix="--fp8-recipe delayed or tensorwise",
+    ),
+    _not_built("--fp8-param-gather"),
+    _not_built("--first-last-layers-bf16"),
+    _not_built("--no-fp8-wgrad", lambda args: is_fp8(args) and not args.fp8_wgrad),
+    _not_built("--fp8-format with --multi-latent-attention", lambda args: is_fp8(args) and is_latent(args)),
     _not_built("--fp4-format", _given("fp4")),
     Refusal(
         flag="--ckpt-format",
@@ -339,7 +364,7 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         cause = f"{', '.join(map(str, sorted(layout.lost)))} lost"
         _refuse_narrow(policy, layout)
         found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
-        found += [*_batch(policy), *_broken_groups(args, layout.topology.tp)]
+        found += [*_batch(policy), *_broken_groups(args, layout.topology.tp), *_unaligned(args, policy)]
     if draws_exact_masks(args, policy):
         found += _inexact_masks(args, policy)
     _refuse(found, cause)
@@ -355,7 +380,7 @@ def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOptio
     tp = args.tensor_model_parallel_size
     found = [*_applying((*TABLE, *LIVE), args), *_other_masks(args, policy)]
     found += _inexact_masks(args, policy) if draws_exact_masks(args, policy) else ()
-    found += [*_broken_groups(args, tp), *_batch(policy)]
+    found += [*_broken_groups(args, tp), *_batch(policy), *_unaligned(args, policy)]
     if policy.min_tp_width > tp:
         found.append(
             UnsupportedOption(
@@ -423,6 +448,33 @@ def _broken_groups(args: Any, tp: int) -> Iterator[UnsupportedOption]:
             flag="--num-query-groups",
             why=f"makes {groups} query groups, which do not divide over {tp} TP slots",
             fix=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
+        )
+
+
+_ALIGNED = 16
+"""Values of which FP8's matrices have a multiple, in rows and columns."""
+
+
+def _unaligned(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
+    """Refuse units that FP8's matrices cannot be made of: a slot holds any number of them.
+
+    Sizes that are not given are Megatron's to choose; they are checked once it has.
+    """
+    if not is_fp8(args):
+        return
+    columns, channels, tp = args.ffn_hidden_size, args.kv_channels, args.tensor_model_parallel_size
+    granule = policy.granule or (default_granule(columns, tp) if columns else _ALIGNED)
+    if granule % _ALIGNED:
+        yield UnsupportedOption(
+            flag="--fp8-format",
+            why=f"needs MLP columns in multiples of {_ALIGNED}, and a granule is {granule} of the {columns} columns",
+            fix=f"--ntp-granule {_ALIGNED}, where it divides {columns} / {tp}",
+        )
+    if channels and channels % _ALIGNED:
+        yield UnsupportedOption(
+            flag="--fp8-format with --kv-channels",
+            why=f"{channels} needs heads in multiples of {_ALIGNED} channels",
+            fix=f"--kv-channels in multiples of {_ALIGNED}, or start with full-width replicas",
         )
 
 

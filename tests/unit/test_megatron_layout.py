@@ -102,6 +102,10 @@ def arguments(**changes):
         "group_query_attention": True,
         "num_query_groups": 8,
         "num_attention_heads": 16,
+        "ffn_hidden_size": 2048,
+        "kv_channels": 64,
+        "fp8_recipe": "delayed",
+        "fp8_wgrad": True,
     }
     return types.SimpleNamespace(**{**fine, **changes})
 
@@ -115,6 +119,8 @@ def arguments(**changes):
         {"softmax_type": "off-by-one"},
         {"log_params_norm": True, "overlap_param_gather": True, "log_num_zeros_in_grad": True},
         {"overlap_param_gather": True},
+        {"fp8": "hybrid"},
+        {"fp8": "e4m3", "fp8_recipe": "tensorwise"},
         {"save": "/checkpoints", "load": "/checkpoints", "ckpt_format": "torch_dist", "async_save": True},
         {"save": "/checkpoints", "ckpt_assume_constant_structure": True},
         {"ckpt_format": "torch", "use_distributed_optimizer": True},
@@ -134,7 +140,12 @@ def test_supported_settings_pass(changes):
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
         ({"optimizer": "lion"}, "--optimizer"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "--fp8-recipe"),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp8": "hybrid", "fp8_wgrad": False}, "--no-fp8-wgrad"),
+        ({"fp8": "hybrid", "multi_latent_attention": True}, "--fp8-format with --multi-latent-attention"),
+        ({"fp8": "hybrid", "ffn_hidden_size": 160}, "a granule is 1 of the 160 columns"),
+        ({"fp8": "hybrid", "kv_channels": 8}, "--kv-channels 8 needs heads in multiples of 16"),
         ({"attention_dropout": 0.1}, "--attention-dropout"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
         ({"use_cpu_initialization": None}, "--use-cpu-initialization"),

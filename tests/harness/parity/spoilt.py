@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import time
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
+from ntp_plugin.megatron import fp8_scales
 from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.job import JobPlan
@@ -90,6 +92,22 @@ def _swapped(tensor_slice: Slice, half: int) -> Slice:
     ]
     other = tuple((a + half, b + half) if b <= half else (a - half, b - half) for a, b in parts)
     return Slice(name=tensor_slice.name, dim=tensor_slice.dim, ranges=other)
+
+
+def scales_of_a_replica_stay() -> None:
+    """A degraded replica does not update FP8's scales."""
+    make = fp8_scales.hooks
+
+    def hooks_and_one(args: Any) -> tuple[Replacement, ...]:
+        keep = Replacement(
+            target="transformer_engine.pytorch.quantization:tex",
+            why="its scales stay as they are",
+            make=lambda _: types.SimpleNamespace(fused_amax_and_scale_update_after_reduction=lambda *_: None),
+        )
+        is_degraded = args.rank == args.world_size - 1
+        return (*make(args), keep) if is_degraded else make(args)
+
+    _put(fp8_scales, "hooks", hooks_and_one)
 
 
 def units_to_the_wrong_core() -> None:

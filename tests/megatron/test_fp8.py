@@ -1,0 +1,77 @@
+"""FP8 (`--fp8-format`) in replicas of different width.
+
+FP8 rounds differently at each width, in stock Megatron too: maxima of other tensors decide its scales. So the bound is
+a multiple of what stock Megatron shows between uniform widths on the same samples, measured here.
+TransformerEngine's own layers run in the CPU emulation: casts are a GPU's, products are torch's.
+"""
+
+import functools
+import itertools
+
+import pytest
+
+from tests.harness.parity.job import Job, largest_differences, run
+from tests.harness.parity.layouts import FP8_CURRENT, FP8_DELAYED, FP8_HISTORY, WITH_TE, degraded
+
+NOISE = 4
+"""How many times the difference between two uniform widths a degraded run may be from its reference."""
+SP = "--sequence-parallel"
+FLOAT32 = {"dtype": "float32"}
+
+
+def uniform(model, tp, more=""):
+    return run(Job(model=WITH_TE[model], tp=tp, more=more, **FLOAT32))
+
+
+@functools.cache
+def floor(model):
+    """The largest relative difference of a loss between stock Megatron at two of TP1, TP2 and TP4."""
+    pairs = itertools.combinations((1, 2, 4), 2)
+    found = max(largest_differences(uniform(model, one), uniform(model, other))["loss"] for one, other in pairs)
+    assert 1e-6 < found < 1e-3, "FP8 rounds, and the model trains"
+    return found
+
+
+def apart(outcomes, model=FP8_DELAYED):
+    """The same between this run and stock Megatron at TP2, in multiples of that."""
+    return largest_differences(outcomes, uniform(model, 2))["loss"] / floor(model)
+
+
+def same_scales(outcomes):
+    """Whether all ranks have the same scales; all are of one stage."""
+    found = {seen.fp8_scales for seen in outcomes.values()}
+    return len(found) == 1 and "" not in found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "more"),
+    [
+        (FP8_DELAYED, "TP2+TP1", ""),
+        (FP8_DELAYED, "TP4+TP3", SP),
+        (FP8_HISTORY, "TP4+TP2", ""),
+        (FP8_HISTORY, "TP3+TP3", SP),
+        (FP8_CURRENT, "TP2+TP1", ""),
+        (FP8_CURRENT, "TP4+TP3", SP),
+    ],
+)
+def test_a_degraded_layout_trains_as_the_reference_but_for_fp8s_noise(model, layout, more):
+    """With sequence parallelism and three slots, each stores 16 rows of 32: the last has pads alone."""
+    outcomes = run(degraded(model, layout, more=more, **FLOAT32))
+    assert apart(outcomes, model) <= NOISE
+    assert same_scales(outcomes) == (model != FP8_CURRENT)
+
+
+@pytest.mark.parametrize("model", [FP8_DELAYED, FP8_CURRENT])
+def test_a_nominal_layout_runs_stock_megatron(model):
+    """The same bits and the same collectives, with the plugin on and off."""
+    off, on = (run(Job(model=WITH_TE[model], tp=2, dp=2, enabled=enabled, **FLOAT32)) for enabled in (False, True))
+    assert max(largest_differences(on, off).values()) == 0
+    assert [seen.collectives for seen in on.values()] == [seen.collectives for seen in off.values()]
+
+
+def test_control_a_replica_that_weighs_too_much_is_noticed():
+    assert apart(run(degraded(FP8_DELAYED, "TP2+TP1", spoil="scale_by_replicas", **FLOAT32))) > NOISE
+
+
+def test_control_scales_that_a_replica_does_not_update_are_noticed():
+    assert apart(run(degraded(FP8_DELAYED, "TP2+TP1", spoil="scales_of_a_replica_stay", **FLOAT32))) > NOISE
