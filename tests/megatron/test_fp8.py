@@ -1,4 +1,4 @@
-"""FP8 (`--fp8-format`) in replicas of different width.
+"""FP8 (`--fp8-format`) in replicas of different width, planned and live.
 
 FP8 rounds differently at each width, in stock Megatron too: maxima of other tensors decide its scales. So the bound is
 a multiple of what stock Megatron shows between uniform widths on the same samples, measured here.
@@ -10,8 +10,10 @@ import itertools
 
 import pytest
 
+from ntp_plugin.testing.faults import kill
 from tests.harness.parity.job import Job, largest_differences, run
 from tests.harness.parity.layouts import FP8_CURRENT, FP8_DELAYED, FP8_HISTORY, WITH_TE, degraded
+from tests.harness.parity.live import as_if_always_there, live
 
 NOISE = 4
 """How many times the difference between two uniform widths a degraded run may be from its reference."""
@@ -75,3 +77,30 @@ def test_control_a_replica_that_weighs_too_much_is_noticed():
 
 def test_control_scales_that_a_replica_does_not_update_are_noticed():
     assert apart(run(degraded(FP8_DELAYED, "TP2+TP1", spoil="scales_of_a_replica_stay", **FLOAT32))) > NOISE
+
+
+@pytest.mark.parametrize(
+    ("model", "fault_point", "more"),
+    [
+        pytest.param(FP8_DELAYED, "backward", "", marks=pytest.mark.short),
+        (FP8_HISTORY, "vote", SP),
+        (FP8_DELAYED, "forward", "--use-distributed-optimizer"),
+        (FP8_CURRENT, "backward", SP),
+    ],
+)
+def test_a_rank_dies_and_rejoins(model, fault_point, more):
+    """The step begins again with the scales that it had, and the joining rank gets them from the others."""
+    job = Job(model=WITH_TE[model], tp=2, dp=2, enabled=True, more=more, **FLOAT32)
+    lived, _ = live(job, faults=[kill(3, during=fault_point, step=3)], back={3: 5})
+    outcomes = as_if_always_there(lived)
+    assert {slot: one.width for slot, one in lived.items()} == dict.fromkeys(range(4), 2)
+    assert apart(outcomes, model) <= NOISE
+    assert same_scales(outcomes) == (model != FP8_CURRENT)
+
+
+def test_an_idle_rank_gets_the_scales_of_those_who_trained():
+    job = Job(model=WITH_TE[FP8_DELAYED], tp=2, dp=2, enabled=True, more="--ntp-min-tp-width 2", **FLOAT32)
+    lived, _ = live(job, faults=[kill(3, during="backward", step=3)], back={3: 5})
+    outcomes = as_if_always_there(lived)
+    assert apart(outcomes) <= NOISE
+    assert same_scales(outcomes)
