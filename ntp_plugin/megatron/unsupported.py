@@ -146,6 +146,14 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--fp8-param-gather"),
     _not_built("--first-last-layers-bf16"),
     _not_built("--no-fp8-wgrad", lambda args: is_fp8(args) and not args.fp8_wgrad),
+    _not_built(
+        "--fp8-format with --pipeline-model-parallel-size",
+        lambda args: is_fp8(args) and _above("pipeline_model_parallel_size")(args),
+    ),
+    _not_built(
+        "--fp8-format with --recompute-granularity",
+        lambda args: is_fp8(args) and getattr(args, "recompute_granularity", None),
+    ),
     _not_built("--fp8-format with --multi-latent-attention", lambda args: is_fp8(args) and is_latent(args)),
     _not_built("--fp4-format", _given("fp4")),
     Refusal(

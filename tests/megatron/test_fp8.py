@@ -50,7 +50,6 @@ def same_scales(outcomes):
     [
         (FP8_DELAYED, "TP2+TP1", ""),
         (FP8_DELAYED, "TP4+TP3", SP),
-        (FP8_HISTORY, "TP4+TP2", ""),
         (FP8_HISTORY, "TP3+TP3", SP),
         (FP8_CURRENT, "TP2+TP1", ""),
         (FP8_CURRENT, "TP4+TP3", SP),
@@ -77,6 +76,15 @@ def test_control_a_replica_that_weighs_too_much_is_noticed():
 
 def test_control_scales_that_a_replica_does_not_update_are_noticed():
     assert apart(run(degraded(FP8_DELAYED, "TP2+TP1", spoil="scales_of_a_replica_stay", **FLOAT32))) > NOISE
+
+
+def test_two_replicas_that_each_begin_without_scales():
+    """Each replica quantizes its first micro-batch with scales of 1, which are coarse for gradients in E4M3: one of six
+    micro-batches in one replica, two in two, in stock Megatron too. So the reference is the job with nobody lost."""
+    nominal = run(Job(model=WITH_TE[FP8_HISTORY], tp=4, dp=2, **FLOAT32))
+    outcomes = run(degraded(FP8_HISTORY, "TP4+TP2", **FLOAT32))
+    assert largest_differences(outcomes, nominal)["loss"] / floor(FP8_HISTORY) <= NOISE
+    assert same_scales(outcomes)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def test_supported_settings_pass(changes):
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "--fp8-recipe"),
         ({"fp8": "hybrid", "fp8_param_gather": True}, "--fp8-param-gather"),
         ({"fp8": "hybrid", "fp8_wgrad": False}, "--no-fp8-wgrad"),
+        ({"fp8": "hybrid", "pipeline_model_parallel_size": 2}, "--fp8-format with --pipeline-model-parallel-size"),
+        ({"fp8": "hybrid", "recompute_granularity": "full"}, "--fp8-format with --recompute-granularity"),
         ({"fp8": "hybrid", "multi_latent_attention": True}, "--fp8-format with --multi-latent-attention"),
         ({"fp8": "hybrid", "ffn_hidden_size": 160}, "a granule is 1 of the 160 columns"),
         ({"fp8": "hybrid", "kv_channels": 8}, "--kv-channels 8 needs heads in multiples of 16"),
