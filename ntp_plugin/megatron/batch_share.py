@@ -23,8 +23,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from ntp_plugin.megatron.job import JobPlan
+from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
-from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.training.samples import ReplicaSamples, places
 
 type Losses = dict[str, torch.Tensor]
@@ -57,7 +57,8 @@ class BatchShare:
         if (
             self._job.args.sequence_parallel
         ):  # divided by the width, this is the number of rows that another stage sends
-            kwargs["seq_length"] = SequenceRows(length=kwargs["seq_length"], width=self._job.layout.width).padded
+            rows = rows_of_slots(self._job.args, self._job.layout.width, length=kwargs["seq_length"])
+            kwargs["seq_length"] = rows.padded
         if count:
             with self._of_their_size(kwargs, forward_only=forward_only), self._as_if_of(num_microbatches, kwargs):
                 losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ntp_plugin.megatron.switched_off import IN_A_DEGRADED_LAYOUT, flag_of
-from ntp_plugin.megatron.unsupported import attention_draws_by_itself, has_partial_latent_keys
+from ntp_plugin.megatron.unsupported import attention_draws_by_itself, fp8_recipe, has_partial_latent_keys, is_fp8
 from ntp_plugin.planning.job_check import ChangedOption
 
 
@@ -57,6 +57,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         flag="--sequence-parallel",
         applies=_given("sequence_parallel"),
         change="where the width does not divide the sequence, the last slots of a degraded replica carry pad rows",
+    ),
+    DegradedChange(
+        flag="--fp8-format",
+        applies=lambda args: is_fp8(args) and fp8_recipe(args) == "delayed",
+        change="delayed scales follow a replica's own micro-batches within a step, and are evened out over the replicas"
+        " at its end, so two layouts differ by FP8's rounding, as two widths do in Megatron alone",
     ),
     DegradedChange(
         flag="--multi-latent-attention",

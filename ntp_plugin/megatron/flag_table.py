@@ -84,10 +84,10 @@ FAMILIES: tuple[FlagFamily, ...] = (
     ),
     _family("--context-parallel-size", "--cp-comm-type --hierarchical-context- --max-seqlen-per-dp-cp-rank"),
     _family("--mtp-num-layers", "--mtp-"),
-    _family(
-        "--fp8-format",
-        "--fp8- --no-fp8- --keep-fp8- --first-last-layers-bf16 --num-layers-at- --reuse-grad-buf-for-mxfp8-",
-    ),
+    _family("--fp8-recipe", "--fp8-output-proj --reuse-grad-buf-for-mxfp8-", value="mxfp8"),
+    _family("--fp8-recipe", "--fp8-quantizer-", value="custom"),
+    _family("--first-last-layers-bf16", "--num-layers-at-"),
+    _family("--use-megatron-fsdp", "--keep-fp8-"),
     _family("--fp4-format", "--fp4-"),
     _family("--experimental-attention-variant", "--dsa- --no-dsa- --linear-"),
     _family("--hybrid-layer-pattern with M (Mamba)", "--mamba- --disable-mamba-"),
@@ -148,7 +148,7 @@ def status_of(action: argparse.Action, base: Any) -> FlagStatus:
 
     Args:
         action: The flag as the parser has it.
-        base: Megatron's default arguments, of a job with checkpoints.
+        base: Megatron's default arguments, of a job with checkpoints and FP8.
     """
     flag = flag_of(action)
     rows = [row for row in (*TABLE, *LIVE) if row.flag.split()[0] in action.option_strings]
@@ -179,7 +179,9 @@ def _is_refused(family: FlagFamily, base: Any) -> bool:
     rows = [row for row in (*TABLE, *LIVE) if row.flag == family.leader]
     if family.value is None:
         return bool(rows)
-    return any(row.applies(_with(base, family.leader.removeprefix("--"), family.value)) for row in rows)
+    return any(
+        row.applies(_with(base, family.leader.removeprefix("--").replace("-", "_"), family.value)) for row in rows
+    )
 
 
 def _unsupported(rows: Sequence[Refusal], action: argparse.Action, base: Any) -> FlagStatus:
@@ -220,6 +222,7 @@ def page(parser: argparse.ArgumentParser) -> str:
     """Return the page of a parser's flags."""
     base = parser.parse_args([])
     base.save = base.load = "checkpoints"
+    base.fp8 = "hybrid"
     listed, others = [], []
     for group in parser._action_groups:
         statuses = {

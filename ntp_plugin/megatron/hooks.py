@@ -13,11 +13,12 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron import groups
+from ntp_plugin.megatron import fp8_scales, groups
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
+from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
@@ -28,7 +29,6 @@ from ntp_plugin.megatron.reduction.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.megatron.unsupported import draws_exact_masks, has_partial_latent_keys
 from ntp_plugin.patching import Offer, Replacement
-from ntp_plugin.planning.sequence_rows import SequenceRows
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -65,6 +65,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *(_questions(sync) if job.layout.idle else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
+        *fp8_scales.hooks(job.args),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
     )
 
@@ -351,7 +352,7 @@ def of_masks(exact: ExactDropout) -> tuple[Replacement, ...]:
 def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
     """Return the hooks of `--sequence-parallel`: none in a replica of nominal width, few if the width divides the
     sequence."""
-    rows = SequenceRows(length=args.seq_length, width=layout.width)
+    rows = rows_of_slots(args, layout.width)
     if not args.sequence_parallel or (layout.width == layout.topology.tp and not rows.pads):
         return ()
     sequence = UnevenSequence(rows)

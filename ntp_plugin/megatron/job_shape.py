@@ -1,13 +1,15 @@
 """What planning needs to know of Megatron's arguments. PURE."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from ntp_plugin.config.sections import Model, State
 from ntp_plugin.errors import Refused
-from ntp_plugin.megatron.unsupported import is_latent
+from ntp_plugin.megatron.unsupported import is_fp8, is_latent
 from ntp_plugin.planning.recovery_plan import Guard
+from ntp_plugin.planning.sequence_rows import SequenceRows
 
 
 def guard_of(args: Any, limit: float) -> Guard:
@@ -50,6 +52,23 @@ def _with_latents(model: Model, args: Any) -> Model:
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
         v_head_dim=args.v_head_dim,
     )
+
+
+_ROWS_OF_A_SLOT, _ROWS_OF_ALL = 8, 16
+"""Of how many values the rows of a slot, and of all slots together, have a multiple, for FP8's matrix products."""
+
+
+def rows_of_slots(args: Any, width: int, *, length: int | None = None) -> SequenceRows:
+    """Return how a sequence is cut over this many slots, with `--sequence-parallel`; `length` is `--seq-length`.
+
+    With FP8, slots store so many rows that a micro-batch has a multiple of 8 on a slot and of 16 on all.
+    """
+    granule = 1
+    if is_fp8(args):
+        size = 1 if getattr(args, "ntp_gpu_memory_gb", None) else args.micro_batch_size  # it may be split
+        rows = _ROWS_OF_ALL if width % 2 else _ROWS_OF_A_SLOT
+        granule = rows // math.gcd(rows, size)
+    return SequenceRows(length=args.seq_length if length is None else length, width=width, granule=granule)
 
 
 def taken_together(args: Any, replicas: int, batches: Iterable[int]) -> int:

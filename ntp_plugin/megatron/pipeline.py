@@ -13,6 +13,7 @@ order in which both sides start them: the parity of its stage decides whether a 
 or with what the other sends forward, as in Megatron.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.stage_links import Link, Links
 
@@ -42,7 +44,8 @@ class Pipeline:
     """Replaces the functions by which Megatron starts to send and receive."""
 
     def __init__(self, layout: Layout, args: Any) -> None:
-        links = Links(layout, sequence=args.seq_length if args.sequence_parallel else None)
+        rows = functools.partial(rows_of_slots, args) if args.sequence_parallel else None
+        links = Links(layout, rows=rows)
         self._from_before, self._from_after = links.senders(links.before), links.senders(links.after)
         self._to_before, self._to_after = links.receivers(links.before), links.receivers(links.after)
         self._even = layout.slot.stage % 2 == 0

@@ -4,9 +4,12 @@ Both sides compute it alone, from the layout: what one expects to receive is wha
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.sequence_rows import SequenceRows
+
+type RowsOfWidth = Callable[[int], SequenceRows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,30 +23,30 @@ class Link:
 class Links:
     """The links of a slot to other stages: its senders and receivers."""
 
-    def __init__(self, layout: Layout, *, sequence: int | None) -> None:
-        """`sequence` is the length of the sequence that is cut over the slots, if it is."""
+    def __init__(self, layout: Layout, *, rows: RowsOfWidth | None) -> None:
+        """`rows` returns how the sequence is cut over this many slots, if it is."""
         stage, stages = layout.slot.stage, layout.topology.pp
         self.before, self.after = (stage - 1) % stages, (stage + 1) % stages
-        self._layout, self._sequence = layout, sequence
+        self._layout, self._rows = layout, rows
 
     def senders(self, stage: int) -> list[Link]:
         """Return the slots of another stage that send to this one."""
-        if self._sequence is not None:
-            return self._by_rows(stage, self._sequence)
+        if self._rows is not None:
+            return self._by_rows(stage, self._rows)
         slot, layout = self._layout.slot, self._layout
         return [Link(peer=layout.ranks[layout.column(slot.replica, slot.tp)[stage]])]
 
     def receivers(self, stage: int) -> list[Link]:
         """Return the slots of another stage that this one sends to."""
-        if self._sequence is not None:
-            return self._by_rows(stage, self._sequence)
+        if self._rows is not None:
+            return self._by_rows(stage, self._rows)
         return [Link(peer=self._layout.ranks[slot]) for slot in self._layout.receivers(stage)]
 
-    def _by_rows(self, stage: int, length: int) -> list[Link]:
+    def _by_rows(self, stage: int, rows: RowsOfWidth) -> list[Link]:
         layout = self._layout
         others = [slot for slot in layout.topology.group(layout.slot.replica, stage) if slot in layout.ranks]
-        theirs = SequenceRows(length=length, width=len(others))
-        start, stop = SequenceRows(length=length, width=layout.width).held(layout.survivors.index(layout.slot.tp))
+        theirs = rows(len(others))
+        start, stop = rows(layout.width).held(layout.survivors.index(layout.slot.tp))
         links = []
         for place, slot in enumerate(others):
             first, last = theirs.held(place)

@@ -11,6 +11,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.job_check import UnsupportedOption
+from ntp_plugin.planning.units import default_granule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,31 @@ def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, fix
         applies=applies or _given(flag.removeprefix("--").replace("-", "_")),
         why="is not built yet for replicas of different width",
         fix=fix or f"leave {flag} out, or start with full-width replicas",
+    )
+
+
+FP8_RECIPES = ("delayed", "tensorwise")
+"""Recipes with one scale for each tensor: from earlier micro-batches, or its own."""
+
+
+def is_fp8(args: Any) -> bool:
+    """Whether matrix products are in FP8."""
+    return bool(getattr(args, "fp8", None))
+
+
+def fp8_recipe(args: Any) -> str:
+    """Return how FP8's tensors are scaled."""
+    recipe = args.fp8_recipe
+    return str(getattr(recipe, "value", recipe))
+
+
+def _not_planned(flag: str, applies: Callable[[Any], object]) -> Refusal:
+    """Refuse something that works when a running job loses a slot, and not yet in a job that begins without one."""
+    return Refusal(
+        flag=flag,
+        applies=applies,
+        why="is not built yet for a job that begins degraded",
+        fix="start all slots, by ntp run and without --ntp-lost",
     )
 
 
@@ -83,7 +109,18 @@ def has_partial_latent_keys(args: Any) -> bool:
 
 
 TABLE: tuple[Refusal, ...] = (
-    _not_built("--context-parallel-size", _above("context_parallel_size")),
+    Refusal(
+        flag="--hierarchical-context-parallel-sizes",
+        applies=_given("hierarchical_context_parallel_sizes"),
+        why="divides a context group in two levels of fixed sizes, and a group that has lost a replica is smaller",
+        fix="leave it out, with another --cp-comm-type than a2a+p2p",
+    ),
+    Refusal(
+        flag="--context-parallel-size with --ntp-gpu-memory-gb",
+        applies=lambda args: _above("context_parallel_size")(args) and _given("ntp_gpu_memory_gb")(args),
+        why="plans memory for whole sequences, and a rank has a part of each",
+        fix="leave --ntp-gpu-memory-gb out",
+    ),
     _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
     _not_built("--num-experts"),
     _not_built("--overlap-param-gather-with-optimizer-step"),
@@ -111,7 +148,29 @@ TABLE: tuple[Refusal, ...] = (
         fix="leave it out",
     ),
     _not_built("--mtp-num-layers"),
-    _not_built("--fp8-format", _given("fp8")),
+    Refusal(
+        flag="--fp8-recipe",
+        applies=lambda args: is_fp8(args) and fp8_recipe(args) not in FP8_RECIPES,
+        why="scales by blocks or by code of yours, which nobody has tried with uneven layers",
+        fix="--fp8-recipe delayed or tensorwise",
+    ),
+    _not_built("--fp8-param-gather"),
+    _not_built("--first-last-layers-bf16"),
+    _not_built("--no-fp8-wgrad", lambda args: is_fp8(args) and not args.fp8_wgrad),
+    _not_built(
+        "--fp8-format with --pipeline-model-parallel-size",
+        lambda args: is_fp8(args) and _above("pipeline_model_parallel_size")(args),
+    ),
+    _not_built(
+        "--fp8-format with --recompute-granularity",
+        lambda args: is_fp8(args) and getattr(args, "recompute_granularity", None),
+    ),
+    _not_built("--fp8-format with --multi-latent-attention", lambda args: is_fp8(args) and is_latent(args)),
+    _not_built(
+        "--fp8-format with --context-parallel-size",
+        lambda args: is_fp8(args) and _above("context_parallel_size")(args),
+        fix="--context-parallel-size 1, or leave --fp8-format out",
+    ),
     _not_built("--fp4-format", _given("fp4")),
     Refusal(
         flag="--ckpt-format",
@@ -132,7 +191,6 @@ TABLE: tuple[Refusal, ...] = (
     _not_built("--yaml-cfg"),
     _not_built("--heterogeneous-layers-config-path"),
     _not_built("--perform-rl-step"),
-    _not_built("--use-tp-pp-dp-mapping"),
     _not_built("--qk-clip"),
     _not_built("--sft"),
     _not_built("--init-model-with-meta-device"),
@@ -260,6 +318,8 @@ TABLE: tuple[Refusal, ...] = (
 
 
 PLANNED: tuple[Refusal, ...] = (
+    _not_planned("--context-parallel-size", _above("context_parallel_size")),
+    _not_planned("--use-tp-pp-dp-mapping", _given("use_tp_pp_dp_mapping")),
     Refusal(
         flag="--use-cpu-initialization",
         applies=lambda args: not args.use_cpu_initialization,
@@ -279,7 +339,6 @@ def attention_draws_by_itself(args: Any) -> bool:
 
 
 EXACT_MASKS: tuple[Refusal, ...] = (
-    _not_built("--context-parallel-size", _above("context_parallel_size"), fix="--context-parallel-size 1"),
     Refusal(
         flag="--mtp-num-layers",
         applies=_given("mtp_num_layers"),
@@ -291,12 +350,6 @@ EXACT_MASKS: tuple[Refusal, ...] = (
         applies=lambda args: getattr(args, "cuda_graph_impl", "none") != "none",
         why="plays back the masks that it has recorded",
         fix="--cuda-graph-impl none",
-    ),
-    Refusal(
-        flag="--use-tp-pp-dp-mapping",
-        applies=_given("use_tp_pp_dp_mapping"),
-        why="numbers ranks in another order than slots",
-        fix="leave it out",
     ),
 )
 """What exact masks do not support, in a healthy layout either. `--ntp-dropout auto` draws none with these."""
@@ -340,7 +393,7 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         cause = f"{', '.join(map(str, sorted(layout.lost)))} lost"
         _refuse_narrow(policy, layout)
         found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
-        found += [*_batch(policy), *_broken_groups(args, layout.topology.tp)]
+        found += [*_batch(policy), *_broken_groups(args, layout.topology.tp), *_unaligned(args, policy)]
     if draws_exact_masks(args, policy):
         found += _inexact_masks(args, policy)
     _refuse(found, cause)
@@ -356,7 +409,7 @@ def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOptio
     tp = args.tensor_model_parallel_size
     found = [*_applying((*TABLE, *LIVE), args), *_other_masks(args, policy)]
     found += _inexact_masks(args, policy) if draws_exact_masks(args, policy) else ()
-    found += [*_broken_groups(args, tp), *_batch(policy)]
+    found += [*_broken_groups(args, tp), *_batch(policy), *_unaligned(args, policy)]
     if policy.min_tp_width > tp:
         found.append(
             UnsupportedOption(
@@ -424,6 +477,33 @@ def _broken_groups(args: Any, tp: int) -> Iterator[UnsupportedOption]:
             flag="--num-query-groups",
             why=f"makes {groups} query groups, which do not divide over {tp} TP slots",
             fix=f"a query group stays whole: choose a --tensor-model-parallel-size that divides {groups}",
+        )
+
+
+_ALIGNED = 16
+"""Values of which FP8's matrices have a multiple, in rows and columns."""
+
+
+def _unaligned(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
+    """Refuse units that FP8's matrices cannot be made of: a slot holds any number of them.
+
+    Sizes that are not given are Megatron's to choose; they are checked once it has.
+    """
+    if not is_fp8(args):
+        return
+    columns, channels, tp = args.ffn_hidden_size, args.kv_channels, args.tensor_model_parallel_size
+    granule = policy.granule or (default_granule(columns, tp) if columns else _ALIGNED)
+    if granule % _ALIGNED:
+        yield UnsupportedOption(
+            flag="--fp8-format",
+            why=f"needs MLP columns in multiples of {_ALIGNED}, and a granule is {granule} of the {columns} columns",
+            fix=f"--ntp-granule {_ALIGNED}, where it divides {columns} / {tp}",
+        )
+    if channels and channels % _ALIGNED:
+        yield UnsupportedOption(
+            flag="--fp8-format with --kv-channels",
+            why=f"{channels} needs heads in multiples of {_ALIGNED} channels",
+            fix=f"--kv-channels in multiples of {_ALIGNED}, or start with full-width replicas",
         )
 
 

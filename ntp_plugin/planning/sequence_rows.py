@@ -1,8 +1,8 @@
 """Computes which rows of a sequence each slot of a TP group holds under sequence parallelism.
 
-All slots store equally many rows, because collectives need equal parts: the length over the width, rounded up. Rows are
-in order from the first slot on, so that the pads (rows that no sequence fills) are the last rows of the last slots.
-With a short sequence a slot may hold nothing but pads.
+All slots store equally many rows, because collectives need equal parts: the length over the width, rounded up, with FP8
+to a multiple of a granule. Rows are in order from the first slot on, so that the pads (rows that no sequence fills) are
+the last rows of the last slots. With a short sequence a slot may hold nothing but pads.
 """
 
 import dataclasses
@@ -16,11 +16,13 @@ class SequenceRows:
 
     length: int
     width: int
+    granule: int = 1
+    """Every slot stores a multiple of this many rows: FP8's matrices need it."""
 
     @property
     def stored(self) -> int:
         """The rows that every slot stores, pads included."""
-        return -(-self.length // self.width)
+        return -(-self.length // (self.width * self.granule)) * self.granule
 
     @property
     def padded(self) -> int:

@@ -71,7 +71,7 @@ def rows_are_held_once_in_order(rows):
     assert all(len(part) <= rows.stored for part in held)
     assert all(len(part) == rows.stored or not any(held[place + 1 :]) for place, part in enumerate(held))
     assert rows.pads == rows.stored * rows.width - rows.length
-    assert 0 <= rows.pads < rows.width
+    assert 0 <= rows.pads < rows.width * rows.granule
 
 
 # ---------------------------------------------------------------- lanes

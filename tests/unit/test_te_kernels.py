@@ -1,12 +1,16 @@
 """The stand-in for TransformerEngine's extension, function by function against torch's autograd in float64."""
 
+import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as nn
 
-from ntp_plugin.megatron.te_emulation import extension, kernels
+from ntp_plugin.megatron.te_emulation import extension, importing, kernels, quantized
 
 ROWS, INNER, OUTER = 6, 8, 10
 
@@ -191,6 +195,56 @@ def test_norms_and_scales_of_lists():
         65536, overflow, [[torch.tensor([torch.inf])], [torch.empty(1)]], torch.tensor(2.0)
     )
     assert overflow.all(), "what is not finite is noticed"
+
+
+FP8 = {7: (torch.float8_e4m3fn, 448.0), 8: (torch.float8_e5m2, 57344.0)}
+
+
+@pytest.mark.parametrize("number", FP8)
+def test_a_cast_to_fp8_rounds_as_torch_does_and_does_not_overflow(number):
+    kind, limit = FP8[number]
+    x = torch.cat((torch.randn(1000) * 30, torch.tensor([0.0, 1e30, -1e30])))
+    data = quantized.cast(x, torch.tensor(2.0), number)
+    assert torch.equal(data[:-2].view(kind), (2 * x[:-2]).to(kind))
+    assert data[-2:].view(kind).double().tolist() == [limit, -limit]
+    assert torch.equal(quantized.from_bytes(data, torch.tensor(0.5), number), data.view(kind).double() / 2)
+    module = extension.build()
+    assert torch.equal(
+        module.fp8_transpose(data[:1000].reshape(10, 20, 5), number), data[:1000].reshape(10, 20, 5).movedim(-1, 0)
+    )
+
+
+@pytest.mark.parametrize("number", FP8)
+def test_a_scale_takes_the_largest_value_to_the_largest_of_fp8(number):
+    limit = FP8[number][1]
+    amax = torch.tensor([0.3, 7.0, 1e-320, 0.0, torch.inf])
+    scales = quantized.scale_of(amax, number)
+    assert torch.allclose(scales[:2] * amax[:2], torch.full((2,), limit), rtol=1e-15)
+    assert scales[2] == torch.finfo(torch.float64).max, "as large as there are numbers"
+    assert scales[3:].tolist() == [1, 1], "there is nothing to scale by"
+    powers = quantized.scale_of(amax[:2], number, power_of_two=True)
+    assert torch.equal(torch.exp2(torch.log2(powers).round()), powers)
+    assert bool(((powers <= scales[:2]) & (powers > scales[:2] / 2)).all())
+
+
+def test_a_history_takes_the_newest_maximum_and_forgets_the_oldest():
+    history, scale = torch.tensor([[5.0], [1.0], [2.0], [3.0]]), torch.tensor([8.0])
+    update = extension.build().fused_amax_and_scale_update_after_reduction
+    update(torch.tensor([4.0]), [history], [scale], "max", 7, 1.0)
+    assert history.flatten().tolist() == [0, 2, 3, 4], "the reduced maximum, and not the rank's own 5"
+    assert scale.item() == 448 / 2 / 4
+    update(torch.zeros(1), [history], [scale], "most_recent", 7, 0.0)
+    assert scale.item() == 448 / 2 / 4, "nothing was seen: the scale stays"
+
+
+@pytest.mark.short
+@pytest.mark.skipif(not importing.is_installed(), reason="needs TransformerEngine's Python package")
+def test_transformer_engines_fp8_layers_are_products_of_rounded_matrices():
+    """Both recipes, layers with and without a norm, quantizers, scales over steps, and shapes that a GPU refuses."""
+    program = Path(__file__).with_name("te_in_fp8.py")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_not_there_says_so_by_its_name():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.copies.inventory import EXACT, RECOMPUTE, RESET, Item, require_known
+from ntp_plugin.copies.inventory import EXACT, LEFT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live import generators
 from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
@@ -31,6 +31,7 @@ INVENTORY = (
     Item(pattern="weight *", becomes=RECOMPUTE, why="what is stepped, rounded"),
     Item(pattern="main weights", becomes=EXACT, why="copied: what is stepped"),
     *optimizers.INVENTORY,
+    Item(pattern="the buffer *_extra_state", becomes=LEFT, why="FP8's scales: a resumed job begins with new ones"),
     Item(pattern="drawn *", becomes=EXACT, why="random number generators, if the slot survives"),
     Item(pattern="samples consumed_*", becomes=EXACT, why="recorded with each copy"),
     Item(pattern="samples skipped_*", becomes=RESET, why="only logged"),

@@ -24,6 +24,7 @@ from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.failed_save import require_saved
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.samples import SampleHooks
+from ntp_plugin.megatron.live.scales import JobScales
 from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
@@ -61,7 +62,9 @@ class MegatronJob:
         if place.export is not None:
             export.only_to_save(args, place.export)
         self.model_rebuild, self.samples = ModelRebuild(args), SampleHooks(args, noted=self.event_writer.is_recording)
-        self.state = LoopState(args, self.model_rebuild, self.samples, self.rank.groups)
+        stage = topology.slot_of(place.slot).stage
+        self.scales = JobScales(args, self.model_rebuild, stage=stage, joiner=place.joining)
+        self.state = LoopState(args, self.model_rebuild, self.samples, self.rank.groups, self.scales)
         self.loop = Loop(self.rank.groups, self.state, joiner=place.joining)
         self.trainer = MegatronTrainer(
             args,
@@ -74,6 +77,7 @@ class MegatronJob:
             joiner=place.joining,
             event_writer=self.event_writer,
         )
+        self.scales.is_idle = lambda: self.trainer.idle
         self.step = TrainingStep(
             args,
             self.loop,

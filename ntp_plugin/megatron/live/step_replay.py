@@ -2,8 +2,9 @@
 
 A loss can interrupt a section anywhere. Then some of Megatron's timers still run that nobody stopped, or are stopped
 and should run; its rerun machine believes that it is in a step; an evaluation has switched off dropouts and timers and
-has counted samples. Loaders are at some sample, and after a recovery they must follow another share of the batch.
-Steps that are repeated have the global batches of their time, and Megatron's calculator of micro-batches follows them.
+has counted samples. FP8's scales have moved with each micro-batch. Loaders are at some sample, and after a recovery
+they must follow another share of the batch. Steps that are repeated have the global batches of their time, and
+Megatron's calculator of micro-batches follows them.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.training.global_vars import get_timers
 
 from ntp_plugin.groups.process_groups import ElasticGroups
+from ntp_plugin.megatron.fp8_scales import Scales
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild, forward_waits, set_forward_waits
 from ntp_plugin.megatron.live.samples import SampleHooks
+from ntp_plugin.megatron.live.scales import JobScales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class SectionSnapshot:
     timers: Any
     training: tuple[bool, ...]
     waiting: tuple[bool, ...]
+    job_scales: JobScales
+    scales: Scales
 
     def restore(self) -> None:
         """Restore this state."""
@@ -47,13 +52,17 @@ class SectionSnapshot:
         for chunk, training, waiting in zip(self.model_rebuild.chunks, self.training, self.waiting, strict=True):
             chunk.train(training)
             set_forward_waits(chunk, waits=waiting)
+        self.job_scales.restore(self.scales)
 
 
 class LoopState:
     """Takes snapshots of the loop, and rewinds loaders in a new epoch."""
 
-    def __init__(self, args: Any, model_rebuild: ModelRebuild, samples: SampleHooks, groups: ElasticGroups) -> None:
+    def __init__(
+        self, args: Any, model_rebuild: ModelRebuild, samples: SampleHooks, groups: ElasticGroups, scales: JobScales
+    ) -> None:
         self._args, self._model_rebuild, self._samples, self._groups = args, model_rebuild, samples, groups
+        self._scales = scales
         self._epoch = 0
         self.consumed: Callable[[], int] = lambda: args.consumed_train_samples
         """Returns the consumed samples in the state, which may be older than the job if it is from copies."""
@@ -72,6 +81,8 @@ class LoopState:
             timers=config.timers,
             training=tuple(chunk.training for chunk in self._model_rebuild.chunks),
             waiting=tuple(forward_waits(chunk) for chunk in self._model_rebuild.chunks),
+            job_scales=self._scales,
+            scales=self._scales.recall(),
         )
 
     def begin_work(self) -> None:
@@ -81,6 +92,7 @@ class LoopState:
         try:
             if self._epoch != self._groups.epoch:
                 self._samples.rewind()
+                self._scales.agree()
                 self._epoch = self._groups.epoch
             self.catch_up()
             assert self._args.consumed_train_samples == come_to, "repeated steps consume the same samples"

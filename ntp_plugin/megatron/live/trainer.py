@@ -30,7 +30,7 @@ from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
-from ntp_plugin.megatron.live.te_caches import forget_group_sizes
+from ntp_plugin.megatron.live.te_caches import forget_group_sizes, forget_quantized_weights
 from ntp_plugin.megatron.live.trained_parameters import Trainees
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
@@ -224,6 +224,7 @@ class MegatronTrainer:
         layout = self.layout_now
         self._ranks.tell(layout, self._make_groups)
         forget_group_sizes()
+        forget_quantized_weights(self._model_rebuild.chunks)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
         if self.idle:

@@ -30,6 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from ntp_plugin.copies import digest
 from ntp_plugin.copies.runs import MODULUS, runs_of
 from ntp_plugin.errors import StateLost
+from ntp_plugin.megatron.fp8_scales import StageScales, is_delayed
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.uneven_layers import describe
 from ntp_plugin.megatron.layout import SHARED
@@ -66,6 +67,8 @@ class LaneSync:
         self._sharded = False
         self._core_exchange: CoreExchange | None = None
         self._sum_late: Sums
+        self._scales: StageScales | None = None
+        """FP8's scales, if they are kept from micro-batch to micro-batch."""
         self._chunks: list[Any] = []
 
     def model_wrapper(self, original: Any) -> Any:
@@ -103,6 +106,8 @@ class LaneSync:
         lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
         if at_start:
             self.require_equal_units()
+        if is_delayed(self._job.args):
+            self._scales = StageScales(self._chunks, made["stage", self._layout.slot.stage, 0])
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._sum_late = self._sums(late)
         summed_late = tuple(self.shards)
@@ -251,7 +256,8 @@ class LaneSync:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """`finalize_model_grads`, with the replicated gradients and the tokens summed over all replicas."""
+        """`finalize_model_grads`, with the replicated gradients and the tokens summed over all replicas, and FP8's
+        scales evened out."""
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
         gradients = {name: parameter.main_grad for name, parameter in self.parameters.items()}
         with torch.no_grad():
@@ -260,6 +266,8 @@ class LaneSync:
                 tokens = self.over_replicas(num_tokens.to(torch.int64))
                 for part in (*model, *self.shards):
                     part.scale_gradients(1.0 / max(int(tokens), 1))
+            if self._scales is not None:
+                self._scales.even_out(ran=bool(self._job.share.count))
 
     def over_replicas(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over the replicas of a value that all slots of a replica's last stage share."""

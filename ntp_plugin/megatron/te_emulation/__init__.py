@@ -6,6 +6,7 @@ laptop as they are. A function that is not here raises `Unsupported` with its na
 in silence.
 
     kernels.py          the extension's functions, in torch
+    quantized.py        those of FP8 tensors: a cast rounds as on a GPU, a product is one of the dequantized factors
     attention.py        fused attention, for context parallelism
     attention_calls.py  what is replaced in TransformerEngine's Python where it calls that
     extension.py        the extension as a module: these functions, and the enums

@@ -4,7 +4,7 @@ import enum
 import types
 from typing import Any
 
-from ntp_plugin.megatron.te_emulation import attention, kernels
+from ntp_plugin.megatron.te_emulation import attention, kernels, quantized
 
 NAME = "transformer_engine_torch"
 
@@ -77,6 +77,12 @@ _FUNCTIONS = (
     attention.fused_attn_fwd,
     attention.fused_attn_bwd,
     kernels.bgrad_quantize,
+    quantized.quantize,
+    quantized.dequantize,
+    quantized.create_empty_quantized_tensor,
+    quantized.fp8_transpose,
+    quantized.compute_amax,
+    quantized.fused_amax_and_scale_update_after_reduction,
     kernels.splits_to_offsets,
     kernels.get_cudnn_version,
     kernels.get_cublasLt_version,

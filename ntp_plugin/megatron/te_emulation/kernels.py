@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as nn
 
+from ntp_plugin.megatron.te_emulation.quantized import is_quantized, operand, quantize
+
 type Tensor = torch.Tensor
 type Activation = Callable[[Tensor], Tensor]
 
@@ -46,11 +48,11 @@ def _into(out: Tensor | None, value: Tensor, *, accumulate: bool = False) -> Ten
 
 
 def generic_gemm(
-    a: Tensor,
+    a: Any,
     transa: bool,
-    b: Tensor,
+    b: Any,
     transb: bool,
-    out: Tensor | None,
+    out: Any,
     quantizer: Any,
     out_dtype: Any,
     bias: Tensor | None,
@@ -69,14 +71,16 @@ def generic_gemm(
     bulk_overlap: bool = False,
     alpha: float = 1.0,
     beta: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`op(b) @ op(a)`, with a bias added or its gradient, and GELU or its gradient.
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """`op(b) @ op(a)`, with a bias added or its gradient, and GELU or its gradient. FP8 factors are multiplied in
+    float32.
 
     Returns:
         The product, the gradient of the bias (`grad`), the input of GELU, and `extra_output` as it came.
     """
     _refuse(comm_overlap is not None, "generic_gemm with userbuffers")
-    _refuse(quantizer is not None, "generic_gemm with a quantized output")
+    dtype = torch.get_default_dtype() if is_quantized(b) else b.dtype
+    a, b = operand(a, across=not transa, what="its first factor"), operand(b, across=transb, what="its second factor")
     left, right = _flat(b), _flat(a)
     product = torch.mm(left.t() if transb else left, right.t() if transa else right)
     if alpha != 1.0:
@@ -90,12 +94,15 @@ def generic_gemm(
         product = derived(gelu_tanh, _flat(gelu_in), product)
     elif gelu:
         before_gelu, product = product, gelu_tanh(product)
-    product = product.to(dtype_of(out_dtype, left.dtype))
+    product = product.to(dtype_of(out_dtype, dtype))
     if not transb:
         product = product.reshape(*b.shape[:-1], product.shape[-1])
     if accumulate and beta not in (None, 1.0):
         assert out is not None, "there is something to accumulate into"
         out.mul_(beta)
+    if quantizer is not None:
+        _refuse(accumulate, "generic_gemm that adds to a quantized output")
+        return quantize(product, quantizer, out), bias_gradient, before_gelu, extra_output
     return _into(out, product, accumulate=accumulate), bias_gradient, before_gelu, extra_output
 
 
@@ -150,6 +157,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.get_default_dtype()))
 
 
+def _normed(out: Any, result: Tensor, quantizer: Any, dtype: torch.dtype) -> Any:
+    """The result of a norm: in its dtype, or quantized."""
+    result = result.to(dtype)
+    return _into(out, result) if quantizer is None else quantize(result, quantizer, out)
+
+
 def layernorm_fwd(
     x: Tensor,
     weight: Tensor,
@@ -160,16 +173,18 @@ def layernorm_fwd(
     out_dtype: Any,
     sm_margin: int,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm over the last dimension; returns the result, the means and the reciprocal deviations."""
-    _refuse(quantizer is not None, "layernorm_fwd with a quantized output")
+) -> tuple[Any, Tensor, Tensor]:
+    """LayerNorm over the last dimension; returns the result, the means and the reciprocal deviations.
+
+    With a quantizer the result is an FP8 tensor; so with the other functions that take one.
+    """
     wide = _wide(x)
     mean = wide.mean(-1)
     reciprocal = torch.rsqrt(wide.var(-1, unbiased=False) + eps)
     result = (wide - mean[..., None]) * reciprocal[..., None] * _scale(weight, zero_centered)
     if bias is not None:
         result = result + _wide(bias)
-    return _into(out, result.to(dtype_of(out_dtype, x.dtype))), mean, reciprocal
+    return _normed(out, result, quantizer, dtype_of(out_dtype, x.dtype)), mean, reciprocal
 
 
 def layernorm_bwd(
@@ -200,13 +215,12 @@ def rmsnorm_fwd(
     out_dtype: Any,
     sm_margin: int,
     zero_centered: bool,
-) -> tuple[Tensor, None, Tensor]:
+) -> tuple[Any, None, Tensor]:
     """RMSNorm over the last dimension; returns the result, nothing, and the reciprocal roots."""
-    _refuse(quantizer is not None, "rmsnorm_fwd with a quantized output")
     wide = _wide(x)
     reciprocal = torch.rsqrt(wide.square().mean(-1) + eps)
     result = wide * reciprocal[..., None] * _scale(weight, zero_centered)
-    return _into(out, result.to(dtype_of(out_dtype, x.dtype))), None, reciprocal
+    return _normed(out, result, quantizer, dtype_of(out_dtype, x.dtype)), None, reciprocal
 
 
 def rmsnorm_bwd(
@@ -276,32 +290,34 @@ ACTIVATIONS: dict[str, Activation] = {
 """Each is a function of the extension; `d<name>` is its gradient, `dbias_d<name>` that and the bias' as well."""
 
 
-def forward_of(activation: Activation) -> Callable[..., Tensor]:
+def _maybe_quantized(x: Tensor, quantizer: Any) -> Any:
+    return x if quantizer is None else quantize(x, quantizer)
+
+
+def forward_of(activation: Activation) -> Callable[..., Any]:
     """The extension's function for an activation."""
 
-    def forward(x: Tensor, quantizer: Any = None) -> Tensor:
-        _refuse(quantizer is not None, "an activation with a quantized output")
-        return activation(x)
+    def forward(x: Tensor, quantizer: Any = None) -> Any:
+        return _maybe_quantized(activation(x), quantizer)
 
     return forward
 
 
-def backward_of(activation: Activation) -> Callable[..., Tensor]:
+def backward_of(activation: Activation) -> Callable[..., Any]:
     """The extension's function for the gradient of an activation's input."""
 
-    def backward(gradient: Tensor, x: Tensor, quantizer: Any = None) -> Tensor:
-        _refuse(quantizer is not None, "an activation's gradient with a quantized output")
-        return derived(activation, x, gradient)
+    def backward(gradient: Tensor, x: Tensor, quantizer: Any = None) -> Any:
+        return _maybe_quantized(derived(activation, x, gradient), quantizer)
 
     return backward
 
 
-def backward_with_bias_of(activation: Activation) -> Callable[..., tuple[Tensor, Tensor]]:
+def backward_with_bias_of(activation: Activation) -> Callable[..., tuple[Tensor, Any]]:
     """The extension's function for the gradients of a bias and of what an activation had as input."""
 
-    def backward(gradient: Tensor, x: Tensor, quantizer: Any = None) -> tuple[Tensor, Tensor]:
-        of_x = backward_of(activation)(gradient, x, quantizer)
-        return _flat(of_x).sum(0), of_x
+    def backward(gradient: Tensor, x: Tensor, quantizer: Any = None) -> tuple[Tensor, Any]:
+        of_x = derived(activation, x, gradient)
+        return _flat(of_x).sum(0), _maybe_quantized(of_x, quantizer)
 
     return backward
 
@@ -488,10 +504,9 @@ def multi_tensor_sgd(
 # ---------------------------------------------------------------- small things
 
 
-def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """The gradient of a bias, and the gradient itself, which nothing quantizes here."""
-    _refuse(quantizer is not None, "bgrad_quantize with a quantizer")
-    return _flat(gradient).sum(0), gradient
+def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """The gradient of a bias, and the gradient itself, quantized where there is a quantizer."""
+    return _flat(gradient).sum(0), _maybe_quantized(gradient, quantizer)
 
 
 def splits_to_offsets(splits: Tensor, factor: int = 1) -> Tensor:

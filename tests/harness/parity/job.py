@@ -134,6 +134,8 @@ class Seen:
     scales: list[float]
     """The loss scale after each step."""
     consumed: int
+    fp8_scales: str
+    """A digest of FP8's scales, at the end."""
     drawn_from: str
     """A digest of all generators of random numbers, at the end."""
     parts: dict[str, Part]
@@ -156,20 +158,24 @@ class Seen:
     """The same of the fullest slot of its group, as `planning/memory_fit.py` has it; in a degraded layout."""
 
 
-_LOCAL, _WITH_TE = "megatron.training.training", "tests.harness.parity.with_te"
+_LOCAL = "megatron.training.training"
+_WITH_TE, _WITH_TE_SINGLE = "tests.harness.parity.with_te", "tests.harness.parity.with_te_single"
 
 
-def have_megatron_imported(words: Sequence[str] = ()) -> None:
+def have_megatron_imported(words: Sequence[str] = (), *, dtype: str = "float64") -> None:
     """Make the fork server import Megatron before the first rank: later it reads no environment. Megatron's fusions are
     compiled at import by default, and compiled they are not exact: a run in float64 is then 5e-8 from one without.
 
-    With TransformerEngine Megatron is another one from its import on, so a server that has imported the other is ended.
+    With TransformerEngine Megatron is another one from its import on, in either precision, so a server that has
+    imported the other is ended.
     """
-    before, wanted = os.environ.get("NTP_PRELOAD", ""), _WITH_TE if importing.is_wanted(words) else _LOCAL
-    if before in (_LOCAL, _WITH_TE) and before != wanted:
+    with_te = _WITH_TE if dtype == "float64" else _WITH_TE_SINGLE
+    before, wanted = os.environ.get("NTP_PRELOAD", ""), with_te if importing.is_wanted(words) else _LOCAL
+    known = (_LOCAL, _WITH_TE, _WITH_TE_SINGLE)
+    if before in known and before != wanted:
         server: Any = forkserver._forkserver
         server._stop()  # the next rank starts another
-    if before in ("", _LOCAL, _WITH_TE):
+    if before in ("", *known):
         os.environ["NTP_PRELOAD"] = wanted
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -177,7 +183,7 @@ def have_megatron_imported(words: Sequence[str] = ()) -> None:
 @functools.cache
 def run(job: Job) -> dict[int, Seen]:
     """Run the job and return the results of every rank."""
-    have_megatron_imported(job.words)
+    have_megatron_imported(job.words, dtype=job.dtype)
     with Ranks(job.processes, Play(job)) as ranks:
         return ranks.wait()
 
@@ -338,6 +344,7 @@ class Looker:
             rates=self._rates,
             scales=self._scales,
             consumed=get_args().consumed_train_samples,
+            fp8_scales=_digest_of_scales(self._chunks),
             drawn_from=_digest_of_generators(),
             parts={f"stage {stage}: {name}": part for name, part in self._parts(rank, width)},
             collectives=self._collectives,
@@ -405,6 +412,13 @@ def _digest_of_generators() -> str:
     from ntp_plugin.megatron.live import generators  # noqa: PLC0415
 
     return hashlib.blake2b(repr(generators.states()).encode()).hexdigest()
+
+
+def _digest_of_scales(chunks: list[Any]) -> str:
+    from ntp_plugin.megatron.fp8_scales import scales_of  # noqa: PLC0415
+
+    values = {name: tensor.tolist() for name, tensor in scales_of(chunks).items()}
+    return hashlib.blake2b(repr(values).encode()).hexdigest() if values else ""
 
 
 def bytes_sent(name: str, *args: Any, group: Any = None, **_: Any) -> float:

@@ -55,6 +55,19 @@ WITH_TE = {
 }
 """Models of TransformerEngine's layers."""
 
+_IN_FP8 = (
+    f"--swiglu {_BARE} --group-query-attention --num-query-groups 4 {_UNTIED} --transformer-impl transformer_engine "
+    "--num-attention-heads 8 --kv-channels 16 --ffn-hidden-size 512 --seq-length 32 --max-position-embeddings 32 "
+    "--train-iters 8"
+)
+FP8_DELAYED, FP8_HISTORY, FP8_CURRENT = "fp8, delayed", "fp8, delayed, of a history", "fp8, current"
+WITH_TE |= {
+    FP8_DELAYED: f"{_IN_FP8} --fp8-format hybrid",
+    FP8_HISTORY: f"{_IN_FP8} --fp8-format e4m3 --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+    FP8_CURRENT: f"{_IN_FP8} --fp8-format hybrid --fp8-recipe tensorwise",
+}
+"""Models in FP8, of sizes that its matrices can have at any width."""
+
 MODELS |= {
     f"{SEQUENCE}: {feature}": f"{MODELS[feature]} --sequence-parallel"
     for feature in ("tied embeddings", "qk-layernorm", "per-token loss", DROPOUT, OLD)

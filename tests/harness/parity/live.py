@@ -37,7 +37,7 @@ def live(
     that end with an error, and return nothing. `back`: slots that restart after their death, and the section at which
     the others wait until they ask."""
     back = back or {}
-    have_megatron_imported(job.words)
+    have_megatron_imported(job.words, dtype=job.dtype)
     return played(
         job.processes,
         Play(job, asking_of(back)),
