@@ -15,8 +15,8 @@ recipe's name is killed at a fault point and in a step drawn in the same way, an
 same without the kill.
 
 Each finished recipe is a line in build/show/megatron-recipes.jsonl, and the next call continues after it. Recipes whose
-scaled command lines are the same run once; those of more than 8 ranks, of another script, and of a data set that cannot be mock, are
-not run.
+scaled command lines are the same run once; those of more than 8 ranks, of another script, and of a data set that cannot
+be mock, are not run.
 """
 
 import collections

@@ -37,7 +37,7 @@ def _print_verdict(check: JobCheck, console: Console) -> None:
         many = len(check.unsupported)
         verdict = Text(f"not accepted: {many} option{'s are' if many > 1 else ' is'} not supported", style="bold red")
     hosts = f"{topology.nodes:,} host{'s' * (topology.nodes != 1)} of {topology.gpus_per_node}"
-    layout = f"TP{topology.tp} x PP{topology.pp} x DP{topology.dp} = {topology.size:,} ranks on {hosts}"
+    layout = f"{topology.degrees} = {topology.size:,} ranks on {hosts}"
     console.print(Text.assemble(verdict, f"  {check.framework}, {layout}"))
     console.print()
 

@@ -44,7 +44,7 @@ def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     topology = plan.nominal.topology
     elements = sum(units.elements for units in plan.nominal.units.stages)
     whole = topology.dp - len(plan.dropped) - len(plan.degraded)
-    layout = f"TP{topology.tp} x PP{topology.pp} x DP{topology.dp} = {topology.size:,} GPUs"
+    layout = f"{topology.degrees} = {topology.size:,} GPUs"
     lines = [
         ("job", f"{layout}, {elements / 1e9:.3g} B parameters"),
         ("lost", _name_slots(plan.lost) if plan.lost else "nothing"),

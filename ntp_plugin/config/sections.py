@@ -22,15 +22,18 @@ class Parallel:
     tp: int = key(help="tensor-parallel degree", at_least=1, at_most=1024)
     pp: int = key(1, help="pipeline stages", at_least=1, at_most=1024)
     dp: int = key(1, help="data-parallel replicas", at_least=1, at_most=MAX_GPUS)
+    cp: int = key(1, help="context-parallel degree: parts of each sequence", at_least=1, at_most=1024)
+    dp_last: bool = key(False, help="number ranks by stages before replicas, as --use-tp-pp-dp-mapping does")
     gpus_per_node: int = key(8, help="ranks that share a host", at_least=1, at_most=1024)
     nodes_per_rack: int = key(4, help="hosts that share a rack", at_least=1, at_most=1024)
     racks_per_power_row: int = key(8, help="racks that share a power row", at_least=1, at_most=1024)
 
     def __post_init__(self) -> None:
         require_valid(self)
-        if self.tp * self.pp * self.dp > MAX_GPUS:
+        gpus = self.tp * self.pp * self.cp * self.dp
+        if gpus > MAX_GPUS:
             raise ConfigError(
-                f"tp x pp x dp = {self.tp} x {self.pp} x {self.dp} is {self.tp * self.pp * self.dp:,} GPUs",
+                f"tp x pp x cp x dp = {self.tp} x {self.pp} x {self.cp} x {self.dp} is {gpus:,} GPUs",
                 fix=f"plan for at most {MAX_GPUS:,}",
             )
 
@@ -350,5 +353,10 @@ class Job:
             raise ConfigError(
                 f"layers = {self.model.layers} is not a multiple of pp = {parallel.pp}",
                 fix="every stage must hold the same number of layers",
+            )
+        if parallel.cp > 1 and self.hardware.gpu_memory_gb is not None:
+            raise ConfigError(
+                f"gpu_memory_gb with cp = {parallel.cp}: memory is planned for whole sequences, and a rank has a part",
+                fix="leave gpu_memory_gb out",
             )
         self.batch.micro_batches_per_replica(parallel.dp)

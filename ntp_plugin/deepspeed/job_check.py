@@ -215,7 +215,7 @@ def _topology(shape: EngineShape, policy: TrainingPolicy, size: int, ranks: Star
     if size % shape.tp:
         raise ConfigError(f"{size} processes do not make replicas of {shape.tp}", fix=f"a multiple of {shape.tp}")
     levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
-    known = {name: value for name, value in levels.items() if value is not None}
+    known: dict[str, Any] = {name: value for name, value in levels.items() if value is not None}
     per_host = ranks.per_host or min(size, _USUAL_HOST)
     return Topology.of(Parallel(tp=shape.tp, dp=size // shape.tp, gpus_per_node=per_host, **known))
 

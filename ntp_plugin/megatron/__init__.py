@@ -26,6 +26,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     job_shape.py        PURE: what planning needs to know of Megatron's arguments
     batch_schedule.py   which global batch a step has
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
+    context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it
     fp8_scales.py       FP8's delayed scaling where replicas run different numbers of micro-batches
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
     pipeline.py         sends activations and gradients between stages of different width

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
+from ntp_plugin.megatron.context_loss import by_nominal_parts
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
@@ -59,6 +60,8 @@ class BatchShare:
         ):  # divided by the width, this is the number of rows that another stage sends
             rows = rows_of_slots(self._job.args, self._job.layout.width, length=kwargs["seq_length"])
             kwargs["seq_length"] = rows.padded
+        if not forward_only:
+            kwargs["forward_step_func"] = self._weighed(kwargs["forward_step_func"])
         if count:
             with self._of_their_size(kwargs, forward_only=forward_only), self._as_if_of(num_microbatches, kwargs):
                 losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
@@ -67,6 +70,14 @@ class BatchShare:
         if kwargs.get("collect_non_loss_data"):
             return losses
         return [self._over_replicas(losses, total, forward_only=forward_only)]
+
+    def _weighed(self, forward_step: Any) -> Any:
+        """Return the script's function; its loss weighs tokens as in a context group that has lost nobody."""
+        layout = self._job.layout
+        parts = layout.topology.cp // layout.context_degree
+        if parts == 1 or self._job.args.calculate_per_token_loss:
+            return forward_step
+        return by_nominal_parts(forward_step, parts)
 
     @contextlib.contextmanager
     def _of_their_size(self, kwargs: dict[str, Any], *, forward_only: bool) -> Iterator[None]:
@@ -109,9 +120,10 @@ class BatchShare:
 
     def _over_replicas(self, losses: list[Losses], total: int, *, forward_only: bool) -> Losses:
         kinds = self._kinds_of(losses, forward_only=forward_only)
-        reported, splits = {}, 1 if forward_only else self._job.args.micro_batch_size // self._job.share.size
+        reported, parts = dict[str, Any](), self._job.layout.context_degree
+        parts *= 1 if forward_only else self._job.args.micro_batch_size // self._job.share.size
         for name, (numbers, dtype) in kinds.items():
-            mine = [loss[name].detach().reshape(-1) / (splits if numbers == 1 else 1) for loss in losses]
+            mine = [loss[name].detach().reshape(-1) / (parts if numbers == 1 else 1) for loss in losses]
             none = torch.zeros(numbers, dtype=dtype, device=self._sync.device)
             summed = self._sync.over_replicas(torch.stack(mine).sum(0) if mine else none)
             reported[name] = summed / total if numbers == 1 else summed

@@ -59,6 +59,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         change="where the width does not divide the sequence, the last slots of a degraded replica carry pad rows",
     ),
     DegradedChange(
+        flag="--context-parallel-size",
+        applies=_above("context_parallel_size", 1),
+        change="a replica that has lost a slot is left out, and the others of its context group share each sequence, as"
+        " many of them as divide this number; they run fewer micro-batches",
+    ),
+    DegradedChange(
         flag="--fp8-format",
         applies=lambda args: is_fp8(args) and fp8_recipe(args) == "delayed",
         change="delayed scales follow a replica's own micro-batches within a step, and are evened out over the replicas"

@@ -82,7 +82,7 @@ FAMILIES: tuple[FlagFamily, ...] = (
         "--moe- --expert- --overlap-moe- --overlap-dispatch- --ep-overlap- --use-grouped-gemm-for-shared-expert"
         " --high-priority-a2a- --save-tokens-per-expert-",
     ),
-    _family("--context-parallel-size", "--cp-comm-type --hierarchical-context- --max-seqlen-per-dp-cp-rank"),
+    _family("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"),
     _family("--mtp-num-layers", "--mtp-"),
     _family("--fp8-recipe", "--fp8-output-proj --reuse-grad-buf-for-mxfp8-", value="mxfp8"),
     _family("--fp8-recipe", "--fp8-quantizer-", value="custom"),

@@ -309,8 +309,8 @@ FORMATS: tuple[Replacement, ...] = (
 
 def nominal_firsts(layout: Layout, args: Any) -> Firsts:
     """Return the first sample of each of this replica's micro-batches, if nobody is lost."""
-    replica, replicas, size = layout.slot.replica, layout.topology.dp, args.micro_batch_size
-    return lambda count: range(replica * size, count * replicas * size, replicas * size)
+    context, contexts, size = layout.context, layout.topology.contexts, args.micro_batch_size
+    return lambda count: range(context * size, count * contexts * size, contexts * size)
 
 
 def _masks(layout: Layout, policy: TrainingPolicy, args: Any, firsts: Firsts) -> tuple[Replacement, ...]:

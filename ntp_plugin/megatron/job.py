@@ -41,8 +41,8 @@ class JobPlan:
         self.layout, self.policy, self.args = layout, policy, args
         self.make_groups, self.alone = make_groups, alone
         self._schedule = batch_schedule(args)
-        self._schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
-        taken_together(args, layout.topology.dp, self._schedule.sizes)  # refused here, before anything is built
+        self._schedule.require_equal_replicas(args.micro_batch_size, layout.topology.contexts)
+        taken_together(args, layout.topology.contexts, self._schedule.sizes)  # refused here, before anything is built
         self._plan = plan
         self._shared_out: dict[int, tuple[NominalBatch, Share]] = {}
 
@@ -82,9 +82,9 @@ class JobPlan:
     def shared_out(self, global_batch: int) -> tuple[NominalBatch, Share]:
         """Return a global batch of this size and this replica's share of it; both follow from size and layout alone."""
         if global_batch not in self._shared_out:
-            split, replica = self.plan.split_of(global_batch), self.layout.slot.replica
+            split, context = self.plan.split_of(global_batch), self.layout.context
             nominal = nominal_batch(self.plan.nominal, global_batch)
-            share = next(share for share in split.shares if share.replica == replica)
+            share = next(share for share in split.shares if share.replica == context)
             self._shared_out[global_batch] = nominal, share
         return self._shared_out[global_batch]
 
@@ -92,8 +92,8 @@ class JobPlan:
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
     """Return the job with nobody lost, as planning describes it: with the largest global batch that it will have."""
     schedule = batch_schedule(args)
-    schedule.require_equal_replicas(args.micro_batch_size, layout.topology.dp)
-    together = taken_together(args, layout.topology.dp, schedule.sizes)
+    schedule.require_equal_replicas(args.micro_batch_size, layout.topology.contexts)
+    together = taken_together(args, layout.topology.contexts, schedule.sizes)
     return Nominal(
         topology=layout.topology,
         units=units,

@@ -74,8 +74,8 @@ def _examined(check: JobCheck, args: Any, policy: TrainingPolicy) -> JobCheck:
     flag = "--global-batch-size" if args.step_batch_size_schedule is None else SCHEDULE
     try:
         if flag == SCHEDULE:
-            schedule.require_equal_replicas(args.micro_batch_size, check.topology.dp)
-        taken_together(args, check.topology.dp, schedule.sizes)
+            schedule.require_equal_replicas(args.micro_batch_size, check.topology.contexts)
+        taken_together(args, check.topology.contexts, schedule.sizes)
         flag = "the layout"
         nominal = _nominal(check.topology, args, policy, schedule)
         plan_recovery(_layout_alone(nominal), lost=frozenset())
@@ -131,7 +131,16 @@ def _topology(args: Any, policy: TrainingPolicy, ranks: StartedRanks) -> Topolog
     levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
     known = {name: value for name, value in levels.items() if value is not None}
     per_host = ranks.per_host or min(size, _USUAL_HOST)
-    return Topology.of(Parallel(tp=tp, pp=pp, dp=size // replica, gpus_per_node=per_host, **known))
+    parallel = Parallel(
+        tp=tp,
+        pp=pp,
+        cp=args.context_parallel_size,
+        dp=size // replica,
+        dp_last=bool(args.use_tp_pp_dp_mapping),
+        gpus_per_node=per_host,
+        **known,
+    )
+    return Topology.of(parallel)
 
 
 def _assumed_size(args: Any, replica: int) -> int:
@@ -159,7 +168,7 @@ def derived(args: Any, topology: Topology) -> Any:
     if args.bf16 and not args.grad_reduce_in_bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
     args.micro_batch_size = args.micro_batch_size or 1
-    args.global_batch_size = args.global_batch_size or args.micro_batch_size * topology.dp
+    args.global_batch_size = args.global_batch_size or args.micro_batch_size * topology.contexts
     args.padded_vocab_size = args.padded_vocab_size or _padded(args)
     args.virtual_pipeline_model_parallel_size = _chunks(args)
     return args
@@ -186,7 +195,7 @@ def _chunks(args: Any) -> int | None:
 
 
 def _nominal(topology: Topology, args: Any, policy: TrainingPolicy, schedule: BatchSchedule) -> Nominal:
-    together = taken_together(args, topology.dp, schedule.sizes)
+    together = taken_together(args, topology.contexts, schedule.sizes)
     guard = guard_of(args, math.inf if policy.gpu_memory_gb is None else policy.gpu_memory_gb * 1e9)
     return Nominal(
         topology=topology,

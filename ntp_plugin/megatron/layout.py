@@ -90,6 +90,22 @@ class Layout:
         return len(self.survivors)
 
     @property
+    def context(self) -> int:
+        """The context group of this rank's replica; without context parallelism, the replica."""
+        return self.topology.context_of(self.slot.replica)
+
+    @property
+    def context_degree(self) -> int:
+        """How many replicas share the sequences of this rank's context group."""
+        return len(self.surviving.sharing(self.context))
+
+    @property
+    def is_context_leader(self) -> bool:
+        """Whether this replica stands for its context group in sums in which all of its replicas have the same value.
+        Without context parallelism every replica is a group of its own."""
+        return self.topology.cp == 1 or self.surviving.sharing(self.context)[:1] == (self.slot.replica,)
+
+    @property
     def is_replica_leader(self) -> bool:
         """Whether this slot contributes for its group to sums in which all of its slots have the same value."""
         return self.slot.tp == self.survivors[0]

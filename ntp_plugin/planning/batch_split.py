@@ -51,8 +51,9 @@ class ReplicaPace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The work of one replica in a step: `count` micro-batches of `size` samples each, of `ns` each by our estimate.
+    """The work of a replica in a step: `count` micro-batches of `size` samples each, of `ns` each by our estimate.
 
+    With context parallelism a context group is what is called a replica here, since samples are shared out to it.
     `kept` and `dealt` number nominal micro-batches: number i holds samples i x micro_batch to (i + 1) x micro_batch
     of the global batch. Numbers beyond the global batch belong to the queue that `carry` repays, oldest first.
     """

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 4
+FORMAT = 5
 """Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
 
 
@@ -93,7 +94,7 @@ class Nominal:
             units=self.units,
             state=self.guard.state,
             batch=Batch(micro_batch=self.batch.micro_batch // self.splits),
-            micro_batches=self.batch.micro_batches_per_replica(self.topology.dp) * self.splits,
+            micro_batches=self.batch.micro_batches_per_replica(self.topology.contexts) * self.splits,
             recompute=self.guard.recompute,
             sequence_parallel=self.guard.sequence_parallel,
             activation=self.guard.activation,
@@ -126,7 +127,7 @@ class RecoveryPlan:
         dropped: The replicas that do not continue.
         idle: The living slots of dropped replicas.
         groups: The stages of surviving replicas whose pattern or state changes.
-        batch: How many micro-batches each replica computes.
+        batch: How many micro-batches each replica computes; with context parallelism, each context group.
     """
 
     nominal: Nominal
@@ -234,7 +235,8 @@ def _copies(
 def replica_paces(
     nominal: Nominal, surviving: SurvivingReplicas, measured: Mapping[int, ReplicaPace], splits: Mapping[int, int]
 ) -> dict[int, ReplicaPace]:
-    """The pace of every surviving replica, as measured or by its widest slots; `splits` applies to some of them."""
+    """The pace of every surviving replica, as measured or by its widest slots; `splits` applies to some of them. With
+    context parallelism, that of every context group."""
     topology = nominal.topology
     whole = ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits)
     paces = dict.fromkeys(surviving.replicas, whole)
@@ -242,13 +244,27 @@ def replica_paces(
         patterns = tuple(surviving.pattern(replica, stage) for stage in range(topology.pp))
         paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), splits=nominal.splits)
     paces |= {replica: measured[replica] for replica in surviving.replicas if replica in measured}
-    return {replica: pace.cut(splits.get(replica, 1)) for replica, pace in paces.items()}
+    return _paces_of_contexts(topology, {replica: pace.cut(splits.get(replica, 1)) for replica, pace in paces.items()})
+
+
+def _paces_of_contexts(topology: Topology, paces: Mapping[int, ReplicaPace]) -> dict[int, ReplicaPace]:
+    """Context group -> pace, by how many of these replicas share its sequences."""
+    if topology.cp == 1:
+        return dict(paces)
+    members: defaultdict[int, list[ReplicaPace]] = defaultdict(list)
+    for replica, pace in sorted(paces.items()):
+        members[topology.context_of(replica)].append(pace)
+    return {context: _shared(max(theirs), topology, len(theirs)) for context, theirs in members.items()}
+
+
+def _shared(pace: ReplicaPace, topology: Topology, living: int) -> ReplicaPace:
+    return dataclasses.replace(pace, ns=pace.ns * topology.cp // topology.context_degree(living))
 
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """Split the batch among these replicas alone, at full width."""
     paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits))
-    return split_batch(paces, nominal_batch(nominal), nominal.policy.batch)
+    return split_batch(_paces_of_contexts(nominal.topology, paces), nominal_batch(nominal), nominal.policy.batch)
 
 
 def nominal_batch(nominal: Nominal, global_batch: int | None = None) -> NominalBatch:
@@ -256,8 +272,8 @@ def nominal_batch(nominal: Nominal, global_batch: int | None = None) -> NominalB
     one."""
     batch = nominal.batch if global_batch is None else dataclasses.replace(nominal.batch, global_batch=global_batch)
     return NominalBatch(
-        replicas=nominal.topology.dp,
-        per_replica=batch.micro_batches_per_replica(nominal.topology.dp),
+        replicas=nominal.topology.contexts,
+        per_replica=batch.micro_batches_per_replica(nominal.topology.contexts),
         micro_batch=batch.micro_batch,
         stages=nominal.topology.pp,
         healthy_ns=HEALTHY_NS,

@@ -1,18 +1,25 @@
 """Defines slots, the nominal layout, and the replicas that survive losses.
 
 A slot is a place in the nominal layout, (replica, stage, TP slot), and never renumbers. Ranks follow Megatron's
-default order: TP fastest, then data parallel, then pipeline; hosts hold consecutive ranks.
+default order: TP fastest, then context parallel, then data parallel, then pipeline; or, with `dp_last`, the pipeline
+before data parallel. Hosts hold consecutive ranks.
 
 A group is the TP slots of one stage of one replica. Its *pattern* is the ascending tuple of its lost TP slots; two
 groups with the same pattern have the same layout. A replica with a group narrower than the minimum is dropped: its
 living slots are idle.
+
+With context parallelism, `cp` consecutive replicas are a *context group*: they compute every sample together, each with
+its part of the sequence. Each holds all weights, so they are replicas like others wherever weights or gradients matter.
+What a slot sends to the same slot of the others are its own heads, so all of a context group have the full width: a
+replica that has lost a slot is dropped, and the others share the sequence. Their number has to divide `cp`, so that the
+sequence divides as well; any others of them are idle.
 """
 
 import dataclasses
 import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import BelowMinimum, ConfigError
@@ -43,10 +50,12 @@ class Topology:
     gpus_per_node: int
     nodes_per_rack: int
     racks_per_power_row: int
+    cp: int = 1
+    dp_last: bool = False
 
     @classmethod
     def of(cls, parallel: Parallel) -> "Topology":
-        return cls(**dataclasses.asdict(parallel))
+        return cls(**{**dataclasses.asdict(parallel), "dp": parallel.dp * parallel.cp})
 
     @property
     def size(self) -> int:
@@ -57,10 +66,17 @@ class Topology:
         return -(-self.size // self.gpus_per_node)
 
     def rank_of(self, slot: Slot) -> int:
+        if self.dp_last:
+            context, part = divmod(slot.replica, self.cp)
+            return ((context * self.pp + slot.stage) * self.cp + part) * self.tp + slot.tp
         return (slot.stage * self.dp + slot.replica) * self.tp + slot.tp
 
     def slot_of(self, rank: int) -> Slot:
         group, tp = divmod(rank, self.tp)
+        if self.dp_last:
+            rest, part = divmod(group, self.cp)
+            context, stage = divmod(rest, self.pp)
+            return Slot(replica=context * self.cp + part, stage=stage, tp=tp)
         stage, replica = divmod(group, self.dp)
         return Slot(replica=replica, stage=stage, tp=tp)
 
@@ -70,6 +86,25 @@ class Topology:
     def slots_on(self, node: int) -> list[Slot]:
         first = node * self.gpus_per_node
         return [self.slot_of(rank) for rank in range(first, min(first + self.gpus_per_node, self.size))]
+
+    @property
+    def degrees(self) -> str:
+        """The layout as people write it: TP8 x PP2 x DP4, with CP before DP where there is some."""
+        contexts = f"CP{self.cp} x " if self.cp > 1 else ""
+        return f"TP{self.tp} x PP{self.pp} x {contexts}DP{self.contexts}"
+
+    @property
+    def contexts(self) -> int:
+        """The number of context groups, which are what samples are shared out to."""
+        return self.dp // self.cp
+
+    def context_of(self, replica: int) -> int:
+        """The context group of a replica."""
+        return replica // self.cp
+
+    def context_degree(self, living: int) -> int:
+        """How many of the living replicas of a context group share the sequence."""
+        return max((degree for degree in range(1, living + 1) if not self.cp % degree), default=0)
 
     def group(self, replica: int, stage: int) -> list[Slot]:
         return [Slot(replica=replica, stage=stage, tp=tp) for tp in range(self.tp)]
@@ -128,9 +163,23 @@ class SurvivingReplicas:
 
     @functools.cached_property
     def dropped(self) -> frozenset[int]:
-        """Replicas with a stage that is narrower than the minimum."""
-        narrowest = self.topology.tp - self.min_tp_width
-        return frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > narrowest)
+        """Replicas with a stage that is narrower than the minimum, and those that a context group has no use for."""
+        narrowest = self.topology.tp - self.min_tp_width if self.topology.cp == 1 else 0
+        narrow = frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > narrowest)
+        return narrow | self._without_a_part(narrow)
+
+    def _without_a_part(self, narrow: Collection[int]) -> frozenset[int]:
+        """The full-width replicas for which there is no part of the sequence."""
+        cp, found = self.topology.cp, set[int]()
+        for context in {self.topology.context_of(replica) for replica in narrow} if cp > 1 else ():
+            whole = [replica for replica in range(context * cp, (context + 1) * cp) if replica not in narrow]
+            found.update(whole[self.topology.context_degree(len(whole)) :])
+        return frozenset(found)
+
+    def sharing(self, context: int) -> tuple[int, ...]:
+        """The replicas that share the sequences of a context group, ascending."""
+        first, cp = context * self.topology.cp, self.topology.cp
+        return tuple(replica for replica in range(first, first + cp) if replica not in self.dropped)
 
     @functools.cached_property
     def degraded(self) -> Mapping[tuple[int, int], Pattern]:

@@ -73,16 +73,22 @@ class RankContext:
         message = f"{purpose}\0{self.corner}".encode()
         return hmac.digest(self.token.encode(), message, "sha256").hex()
 
-    def topology(self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1) -> Topology:
+    def topology(
+        self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1, cp: int = 1, dp_last: bool = False
+    ) -> Topology:
         """The nominal layout of the job, and its hosts."""
-        if self.slots % (tp * pp):
+        each = tp * pp * cp
+        if self.slots % each:
+            what = "replicas" if cp == 1 else f"groups of {cp} replicas, which share each sample:"
             raise Refused(
-                f"{self.slots} processes do not make full-width replicas of {tp * pp}",
-                fix=f"start a multiple of {tp * pp}",
+                f"{self.slots} processes do not make full-width {what} of {each}", fix=f"start a multiple of {each}"
             )
         levels = {"nodes_per_rack": policy.nodes_per_rack, "racks_per_power_row": policy.racks_per_power_row}
         known = {name: value for name, value in levels.items() if value is not None}
-        return Topology.of(Parallel(tp=tp, pp=pp, dp=self.slots // (tp * pp), gpus_per_node=self.per_host, **known))
+        parallel = Parallel(
+            tp=tp, pp=pp, cp=cp, dp=self.slots // each, dp_last=dp_last, gpus_per_node=self.per_host, **known
+        )
+        return Topology.of(parallel)
 
     def beginning(
         self, policy: TrainingPolicy, topology: Topology, *, micro_batches: int, framework: Mapping[str, str]

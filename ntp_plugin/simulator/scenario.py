@@ -99,6 +99,11 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in self.policies:
             policy_of(name)
+        if self.parallel.cp > 1:
+            raise ConfigError(
+                f"cp = {self.parallel.cp}: the simulator does not know context parallelism",
+                fix="leave cp out; ntp plan knows it",
+            )
         if self.failures.blast_gpus > self.parallel.tp:
             raise ConfigError(
                 f"blast_gpus = {self.failures.blast_gpus} is above tp = {self.parallel.tp}",

@@ -80,4 +80,4 @@ def test_a_refusal_that_is_removed_changes_the_page(found):
 
 def test_values_that_are_refused_are_named(found):
     assert row_of(found["page"], "--softmax-type")[1].startswith("Unsupported: `learnable`: ")
-    assert row_of(found["page"], "--context-parallel-size")[1].startswith("Unsupported above 1: ")
+    assert row_of(found["page"], "--expert-model-parallel-size")[1].startswith("Unsupported above 1: ")

@@ -35,11 +35,15 @@ def make_job(**tables) -> Job:
 @st.composite
 def jobs(draw, **policy):
     """A job of a few dozen slots at most."""
-    tp, pp, dp = draw(st.integers(1, 5)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    tp, pp, cp = draw(st.integers(1, 5)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 1, 2, 4]))
+    dp = draw(st.integers(1, max(1, 4 // cp)))
     groups = tp * draw(st.integers(1, 3))
     heads = groups * draw(st.integers(1, 2))
     return make_job(
-        parallel={"tp": tp, "pp": pp, "dp": dp, "gpus_per_node": draw(st.sampled_from([1, 2, 4])), "nodes_per_rack": 2},
+        parallel={
+            **{"tp": tp, "pp": pp, "cp": cp, "dp": dp, "dp_last": draw(st.booleans())},
+            **{"gpus_per_node": draw(st.sampled_from([1, 2, 4])), "nodes_per_rack": 2},
+        },
         model={
             "layers": pp,
             "hidden": heads * 2,

@@ -138,7 +138,10 @@ def test_supported_settings_pass(changes):
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
+        ({"hierarchical_context_parallel_sizes": [2, 2]}, "--hierarchical-context-parallel-sizes"),
+        ({"context_parallel_size": 2, "ntp_gpu_memory_gb": 80.0}, "--context-parallel-size with --ntp-gpu-memory-gb"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
         ({"optimizer": "lion"}, "--optimizer"),
@@ -222,10 +225,8 @@ def test_exact_masks_are_not_refused_degraded_or_healthy():
     ("changes", "flag"),
     [
         ({"attention_dropout": 0.1, "transformer_impl": "transformer_engine"}, "--attention-dropout"),
-        ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
-        ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
         ({"num_query_groups": 2}, "--num-query-groups"),
     ],
 )

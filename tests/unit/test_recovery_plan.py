@@ -54,6 +54,26 @@ def test_a_plan_depends_only_on_the_lost_slots_and_not_on_their_order(case, data
     assert at_once.dropped == in_two.dropped
 
 
+def test_a_context_group_that_shares_a_sequence_among_fewer_runs_fewer_micro_batches():
+    """Two groups of four; the first has two replicas left, which take twice as long for a micro-batch."""
+    parallel = {"tp": 1, "cp": 4, "dp": 2}
+    nominal = Nominal.of(make_job(parallel=parallel, model=SMALL, batch={"global_batch": 24}, ntp=UNCOPIED))
+    plan = plan_recovery(nominal, lost=parse_slots(["r1"], nominal.topology))
+    assert [(share.replica, share.count) for share in plan.batch.shares] == [(0, 8), (1, 16)]
+    assert (plan.dropped, [str(slot) for slot in plan.idle]) == ((1, 3), ["r3.s0.t0"])
+
+
+def test_a_context_group_without_a_replica_computes_nothing():
+    parallel = {"tp": 1, "cp": 2, "dp": 2}
+    nominal = Nominal.of(make_job(parallel=parallel, model=SMALL, batch={"global_batch": 4}, ntp=UNCOPIED))
+    plan = plan_recovery(nominal, lost=parse_slots(["r0", "r1"], nominal.topology))
+    assert [(share.replica, share.count) for share in plan.batch.shares] == [(1, 4)]
+
+
+SMALL = {"layers": 1, "hidden": 8, "heads": 4, "ffn": 8, "vocab": 16}
+UNCOPIED = {"copies": {"count": 0}}
+
+
 def eight_by_two(*, seq=4096, **tables):
     return Nominal.of(
         make_job(

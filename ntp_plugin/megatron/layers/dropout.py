@@ -8,7 +8,8 @@ refuses a dropout of any other kind, and two with one name. Megatron numbers lay
 attention is not changed: its kernels draw by themselves.
 
 Which heads and rows. A slot knows the query groups that it holds. Under sequence parallelism it has a part of the rows
-between the parallel layers, where all slots store the same number of rows, in order; otherwise it has all rows.
+between the parallel layers, where all slots store the same number of rows, in order; otherwise it has all rows of its
+replica. With context parallelism a replica has two parts of the sequence, one counted from each end.
 
 Which samples. They are numbered in the order of training: the samples before this step, plus the position of the
 micro-batch in the global batch. Megatron's schedules run the forward of a model chunk's micro-batches in order, so the
@@ -62,6 +63,8 @@ class ExactDropout:
         """Draw for this layout from now on."""
         self._layout, self._firsts = layout, firsts
         self._place = layout.survivors.index(layout.slot.tp)
+        sharing = layout.surviving.sharing(layout.context)
+        self._context_place = sharing.index(layout.slot.replica), len(sharing)
 
     # ------------------------------------------------ which samples
 
@@ -179,8 +182,17 @@ class ExactDropout:
         """Apply dropout to [row of the sequence, sample, hidden]."""
         rows, samples, _ = x.shape
         first = self._place * rows if self._args.sequence_parallel else 0
-        keys = row_keys(which, self._samples(samples, x.device), torch.arange(first, first + rows, device=x.device))
+        here = torch.arange(first, first + rows, device=x.device)
+        keys = row_keys(which, self._samples(samples, x.device), self._in_the_sequence(here))
         return dropout(x, p, keys.T)
+
+    def _in_the_sequence(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return where rows of this replica are in the whole sequence."""
+        place, degree = self._context_place
+        if degree == 1:
+            return rows
+        each = self._args.seq_length // (2 * degree)
+        return rows + torch.where(rows < each, place * each, (2 * degree - 2 - place) * each)
 
     def over_heads(self, which: int, x: torch.Tensor, p: float) -> torch.Tensor:
         """Apply dropout to [sample, this slot's heads, query, key]."""

@@ -30,7 +30,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     ranks.py               Megatron's lists of ranks, after its groups were edited
     model_rebuild.py       builds the model again for a new layout, and copies the sizes into the real one
     scales.py              FP8's scales: as a section began, and the same on all ranks after a recovery
-    te_caches.py           makes TransformerEngine forget the sizes of groups that were edited, and quantized weights
+    group_caches.py        makes TransformerEngine and Megatron forget what belonged to the layout before
     trained_parameters.py  runs work among the ranks that train, where other ranks are idle
     state.py               this rank's weights and optimizer state, moved from peers or restored from copies
     copies.py              what is copied besides tensors: how far the job has come

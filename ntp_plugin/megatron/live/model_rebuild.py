@@ -3,8 +3,8 @@
 A layer's width is written into many attributes of its modules, and the number of slots into what DDP keeps. The plugin
 computes none of them. It builds the model again by the user's own recipe, with the layers of the new layout, on the
 meta device, where nothing is allocated or drawn. Then every real module takes over the attributes that are numbers,
-strings or configurations. Parameters, buffers, hooks and all else of a module stay its own. DDP's constructor runs
-again on the same object, with its first arguments: it makes new buffers and buckets.
+strings, lists of numbers or configurations. Parameters, buffers, hooks and all else of a module stay its own. DDP's
+constructor runs again on the same object, with its first arguments: it makes new buffers and buckets.
 
 Autograd keeps what DDP attached to a parameter, even if only the traceback of an error refers to it. It forgets that
 only when the parameter's dtype changes, so the dtype is changed for a moment.
@@ -221,6 +221,8 @@ def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
+    if isinstance(value, list) and value:  # TransformerEngine's list of the ranks of a context group
+        return all(isinstance(number, int) for number in value)
     return isinstance(value, bool | int | float | str)
 
 

@@ -4,9 +4,10 @@ The groups are edited in place, so that every handle that Megatron and the user'
 Megatron has the ranks of its groups as lists, and two numbers that can be set: how many replicas there are, and which
 one this is. In a degraded layout these stay nominal, as in a job that begins degraded (`megatron/groups.py`).
 
-A pipeline's group is the one that cannot be edited: in a column that has lost a slot, another slot of its stage stands
-in, which is not a member of the original group. So in a degraded layout it is one of the groups of the epoch, and there
-are no embedding groups, again as in a job that begins degraded.
+Two kinds of groups cannot be edited, so in a degraded layout they are groups of the epoch. In a pipeline's column that
+has lost a slot, another slot of its stage stands in, which is not a member of the original group; and there are no
+embedding groups, again as in a job that begins degraded. A context group may have replicas that are idle, which are
+members of the original group as long as they live.
 """
 
 from typing import Any
@@ -28,7 +29,11 @@ _LISTS = {
     "_EMBEDDING_GLOBAL_RANKS": "_EMBEDDING_GROUP",
     "_POSITION_EMBEDDING_GLOBAL_RANKS": "_POSITION_EMBEDDING_GROUP",
 }
-_OF_A_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS")
+_REPLACED = (
+    *("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS"),
+    "_CONTEXT_PARALLEL_GROUP",
+)
+"""What has other members in a degraded layout than those that are left of the first ones."""
 
 
 class MegatronRanks:
@@ -37,9 +42,15 @@ class MegatronRanks:
     def __init__(self) -> None:
         self._nominal: dict[str, Any] = {}
 
-    def tell(self, layout: Layout, make_groups: MakeGroups) -> None:
-        """Set Megatron's own numbers to those of the current groups; all ranks call this together."""
-        self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _OF_A_PIPELINE}
+    def tell(self, layout: Layout, make_groups: MakeGroups, alone: Any) -> None:
+        """Set Megatron's own numbers to those of the current groups; all ranks call this together.
+
+        Args:
+            layout: The layout of this rank.
+            make_groups: Makes groups of this epoch.
+            alone: A group of this rank alone.
+        """
+        self._nominal = self._nominal or {name: getattr(parallel_state, name) for name in _REPLACED}
         vars(parallel_state).update(self._nominal)
         degraded = layout.degraded
         if degraded and layout.topology.pp > 1:
@@ -48,15 +59,32 @@ class MegatronRanks:
                 own = layout.column(layout.slot.replica, layout.slot.tp)
                 parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = columns[own]
                 parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        smaller = _smaller_contexts(layout)
+        for slots, group in zip(smaller, make_groups(smaller) if smaller else (), strict=True):
+            if layout.slot in slots:
+                parallel_state._CONTEXT_PARALLEL_GROUP = group if len(slots) > 1 else alone
         for ranks, name in _LISTS.items():
             group = getattr(parallel_state, name)
             if group is not None:
                 setattr(parallel_state, ranks, dist.get_process_group_ranks(group))
-        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp if degraded else None
-        parallel_state.set_data_parallel_rank(layout.slot.replica if degraded else None)
+        parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.contexts if degraded else None
+        parallel_state.set_data_parallel_rank(layout.context if degraded else None)
 
 
 def _make_columns(layout: Layout, make_groups: MakeGroups) -> dict[tuple[Slot, ...], Any]:
     replicas = sorted({slot.replica for slot in layout.slots})
     wanted = dict.fromkeys(layout.column(replica, tp) for replica in replicas for tp in range(layout.topology.tp))
     return dict(zip(wanted, make_groups(list(wanted)), strict=True))
+
+
+def _smaller_contexts(layout: Layout) -> list[tuple[Slot, ...]]:
+    """Return who exchanges parts of sequences, in the context groups that have fewer replicas than nominally."""
+    topology, surviving = layout.topology, layout.surviving
+    sharing = [surviving.sharing(context) for context in range(topology.contexts)] if layout.degraded else []
+    return [
+        tuple(Slot(replica=replica, stage=stage, tp=tp) for replica in replicas)
+        for replicas in sharing
+        for stage in range(topology.pp)
+        for tp in range(topology.tp)
+        if 0 < len(replicas) < topology.cp
+    ]

@@ -48,7 +48,13 @@ class MegatronJob:
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
         place = RankContext.read()
-        topology = place.topology(policy, tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+        topology = place.topology(
+            policy,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            cp=args.context_parallel_size,
+            dp_last=bool(args.use_tp_pp_dp_mapping),
+        )
         if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -157,7 +163,7 @@ class MegatronJob:
                 "--use-distributed-optimizer: a lost rank takes its part of the optimizer's state with it, and copies"
                 " are off (--ntp-copies-mode), so a loss will end this job"
             )
-        elif self.args.data_parallel_size == 1:
+        elif self.topology.dp == 1:
             _LOG.warning(
                 "there is one replica, so no other rank holds what a lost rank held, and copies are off"
                 " (--ntp-copies-mode), so a loss will end this job"

@@ -5,10 +5,11 @@ Everything else is rebuilt each time: Megatron's own functions are restored firs
 installed. So the result does not depend on the layouts before, and with nobody lost Megatron runs unchanged again.
 """
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +25,13 @@ from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
+from ntp_plugin.megatron.live.group_caches import forget_groups, forget_quantized_weights
 from ntp_plugin.megatron.live.logs import into_logs
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
-from ntp_plugin.megatron.live.te_caches import forget_group_sizes, forget_quantized_weights
 from ntp_plugin.megatron.live.trained_parameters import Trainees
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
@@ -222,8 +223,8 @@ class MegatronTrainer:
         assert self._loop.done == agreed.decision.step, "all ranks resume from one step"
         self._idle = frozenset(self._plan.goal.idle)
         layout = self.layout_now
-        self._ranks.tell(layout, self._make_groups)
-        forget_group_sizes()
+        self._ranks.tell(layout, self._make_groups, self._alone)
+        forget_groups()
         forget_quantized_weights(self._model_rebuild.chunks)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
@@ -303,7 +304,10 @@ class MegatronTrainer:
                 [topology.tp - len(surviving.pattern(replica, stage)) for stage in stages]
                 for replica in range(topology.dp)
             ],
-            micro_batches=[shares.get(replica, 0) for replica in range(topology.dp)],
+            micro_batches=[
+                0 if replica in surviving.dropped else shares.get(topology.context_of(replica), 0)
+                for replica in range(topology.dp)
+            ],
         )
         self._event_writer.write(event)
         into_logs(event, self._args.curr_iteration + 1)
@@ -338,9 +342,10 @@ class MegatronTrainer:
         return self._model_rebuild.optimizer
 
     @property
-    def stage(self) -> int:
-        """The stage of this rank, whoever is lost."""
-        return self._topology.slot_of(self.slot_number).stage
+    def records_samples(self) -> bool:
+        """Whether the samples that this rank draws are recorded: once, of those who draw the same."""
+        layout = self.layout_now
+        return layout.slot.stage == 0 and layout.is_context_leader
 
     @property
     def layout_now(self) -> Layout:
@@ -394,7 +399,8 @@ class MegatronTrainer:
         self._take_back = apply_all(
             hooks.of_a_layout(job, layers, sync) if degraded else hooks.of_layers(layers), offered=False
         )
-        model_rebuild.take_over(model_rebuild.elsewhere())
+        with _nominal_contexts(configs, self._topology.cp, now=layout.context_degree):
+            model_rebuild.take_over(model_rebuild.elsewhere())
         if not degraded:
             self._take_back()
             self._take_back = _nothing
@@ -410,6 +416,17 @@ class MegatronTrainer:
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
         return list(self._groups.make_lanes(tuples, timeout_s=_CONNECT_S))
+
+
+@contextlib.contextmanager
+def _nominal_contexts(configs: Sequence[Any], nominal: int, *, now: int) -> Iterator[None]:
+    """Have layers be built for context groups of the nominal size: with one rank they would keep their old group. Then
+    the configurations have the size of `now`, by which a rank finds how long the sequence is."""
+    for config in configs:
+        vars(config).update(context_parallel_size=nominal)
+    yield
+    for config in configs:
+        vars(config).update(context_parallel_size=now)
 
 
 def _nothing() -> None:

@@ -337,7 +337,7 @@ class TrainingStep:
                 epoch=self._loop.voted_in,
                 seconds=seconds,
                 losses={name: float(value.mean()) for name, value in self._losses_of_all().items()},
-                samples=list(self._samples.drawn) if self._trainer.stage == 0 else [],
+                samples=list(self._samples.drawn) if self._trainer.records_samples else [],
             )
         )
 

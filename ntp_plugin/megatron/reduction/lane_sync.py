@@ -126,9 +126,11 @@ class LaneSync:
         """The weight of this replica's gradients in the sum, in the step under way."""
         if self._job.args.calculate_per_token_loss:
             return 1.0
+        shared_by = self._layout.context_degree  # each replica of a context group has the mean over its own tokens
         if self.weighs_nominally:
-            return 1.0 / self._job.batch.replicas
-        return self._job.share.count * self._job.share.size / (self._job.batch.total * self._job.batch.micro_batch)
+            return 1.0 / (self._job.batch.replicas * shared_by)
+        samples = self._job.batch.total * self._job.batch.micro_batch
+        return self._job.share.count * self._job.share.size / (samples * shared_by)
 
     @property
     def weighs_nominally(self) -> bool:
