@@ -145,7 +145,7 @@ def _memory(job: CheckedJob) -> JobMemory:
     copies = None
     if job.copies is not None:
         copies = copy_memory(nominal, job.copies, bytes_per_parameter=job.copied_bytes)
-    narrower_trains = tp > 1 and nominal.policy.min_tp_width < tp
+    narrower_trains = nominal.surviving(frozenset()).narrowest < tp
     return JobMemory(
         parameters=sum(units.elements for units in nominal.units.stages),
         nominal=fullest(0) if job.knows_gpu_memory else None,

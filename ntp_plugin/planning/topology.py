@@ -153,6 +153,11 @@ class SurvivingReplicas:
     lost: frozenset[Slot]
     min_tp_width: int
 
+    @property
+    def narrowest(self) -> int:
+        """The width below which a replica is dropped: in a context group, any but the full one."""
+        return self.min_tp_width if self.topology.cp == 1 else self.topology.tp
+
     @functools.cached_property
     def patterns(self) -> Mapping[tuple[int, int], Pattern]:
         """(replica, stage) -> pattern, for every group that lost a slot."""
@@ -164,8 +169,8 @@ class SurvivingReplicas:
     @functools.cached_property
     def dropped(self) -> frozenset[int]:
         """Replicas with a stage that is narrower than the minimum, and those that a context group has no use for."""
-        narrowest = self.topology.tp - self.min_tp_width if self.topology.cp == 1 else 0
-        narrow = frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > narrowest)
+        most = self.topology.tp - self.narrowest
+        narrow = frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > most)
         return narrow | self._without_a_part(narrow)
 
     def _without_a_part(self, narrow: Collection[int]) -> frozenset[int]:
@@ -236,8 +241,11 @@ class SurvivingReplicas:
                 min(self.topology.tp - len(self.pattern(replica, stage)) for stage in range(self.topology.pp))
                 for replica in range(self.topology.dp)
             )
+            needs, fix = f"min_tp_width is {self.min_tp_width}", "lower min_tp_width, bring slots back, or"
+            if self.topology.cp > 1:
+                needs, fix = "with context parallelism a replica needs all of them", "bring slots back, or"
             raise BelowMinimum(
                 f"no replica is left: the best of {self.topology.dp} has a stage with {widest} of {self.topology.tp} "
-                f"TP slots, and min_tp_width is {self.min_tp_width}",
-                fix="lower min_tp_width, bring slots back, or restart from a checkpoint",
+                f"TP slots, and {needs}",
+                fix=f"{fix} restart from a checkpoint",
             )

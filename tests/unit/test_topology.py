@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ntp_plugin.errors import ConfigError
+from ntp_plugin.errors import BelowMinimum, ConfigError
 from ntp_plugin.planning.topology import Slot, SurvivingReplicas, Topology, parse_slots
 
 
@@ -55,6 +55,12 @@ def test_as_many_replicas_share_a_sequence_as_divide_it(lost, first):
     assert found == [first, (4, 5, 6, 7)]
     assert not surviving.degraded, "all replicas of a context group have the full width"
     assert set(surviving.replicas) == {*first, 4, 5, 6, 7}
+
+
+def test_where_no_replica_of_a_context_group_is_whole_the_reason_is_told():
+    _, surviving = sharing(["r0.s0.t0", "r1.s0.t1"], dp=2, cp=2)
+    with pytest.raises(BelowMinimum, match=r"has a stage with 1 of 2 TP slots, and with context parallelism a replica"):
+        surviving.require_a_replica()
 
 
 def test_a_replica_without_a_part_of_the_sequence_is_idle():

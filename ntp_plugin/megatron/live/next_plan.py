@@ -45,7 +45,8 @@ class NextPlan:
             reported = {rank: json.loads(report.held) for rank, report in agreed.reports.items()}
             return self._make(agreed, reported, known, copies)
         except BelowMinimum as found:
-            raise BelowMinimum(found.what, fix=f"{restart(self._args)}, or {self._narrower()}") from found
+            narrower = "" if self.nominal.topology.cp > 1 else f", or {self._narrower()}"
+            raise BelowMinimum(found.what, fix=f"{restart(self._args)}{narrower}") from found
         except StateLost as found:
             raise StateLost(found.what, fix=f"{restart(self._args)}; before the next run: {found.fix}") from found
 
