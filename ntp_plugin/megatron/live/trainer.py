@@ -81,6 +81,9 @@ class MegatronTrainer:
         self.idle, self.first = False, self._groups.slot == 0
         """Whether this rank trains nothing, because its replica is too narrow; whether it is the first rank that
         trains."""
+        slot = topology.slot_of(self._groups.slot)
+        self.records_samples = slot.stage == 0 and slot.replica % topology.cp == 0
+        """Whether this rank records the samples that it draws: one replica of those that draw the same does."""
         self._idle: frozenset[Slot] = frozenset()
         """All idle slots."""
         self._trainees = Trainees(self._make_groups, lambda: self._alone)
@@ -228,6 +231,7 @@ class MegatronTrainer:
         forget_quantized_weights(self._model_rebuild.chunks)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
+        self.records_samples = layout.slot.stage == 0 and layout.is_context_leader
         if self.idle:
             self._make_groups(list(wanted_groups(layout, self._plan.goal).values()))
         else:
@@ -340,12 +344,6 @@ class MegatronTrainer:
     def optimizer(self) -> Any:
         """Megatron's optimizer of this rank."""
         return self._model_rebuild.optimizer
-
-    @property
-    def records_samples(self) -> bool:
-        """Whether the samples that this rank draws are recorded: once, of those who draw the same."""
-        layout = self.layout_now
-        return layout.slot.stage == 0 and layout.is_context_leader
 
     @property
     def layout_now(self) -> Layout:
