@@ -177,11 +177,11 @@ def test_a_job_that_has_ended_is_not_run_again_under_its_name(tmp_path):
 
 def test_a_job_whose_workers_all_fail_has_failed(tmp_path, how_workers_come):
     script = tmp_path / "fails.py"
-    script.write_text("import atexit\natexit.register(lambda: print('at the end'))\nraise SystemExit(10)")
+    script.write_text("import atexit\natexit.register(lambda: print('at the end'))\nraise SystemExit(77)")
     words = [*how_workers_come, "--ntp-on-error=evict", "--nproc-per-node=2"]
     code, output = job(tmp_path, *words, script=script).end()
     assert code == 1
-    assert re.search("slot [01] is lost: its process ended with code 10", output)
+    assert re.search("slot [01] is lost: its process ended with code 77", output)
     assert "at the end" in output
     assert "RuntimeWarning" not in output
     assert re.search("slot [01] was lost before all others had begun to train|no worker ended well", output)

@@ -33,10 +33,10 @@ def make_job(**tables) -> Job:
 
 
 @st.composite
-def jobs(draw, **policy):
-    """A job of a few dozen slots at most."""
-    tp, pp, cp = draw(st.integers(1, 5)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 1, 2, 4]))
-    dp = draw(st.integers(1, max(1, 4 // cp)))
+def jobs(draw, contexts=(1, 1, 1, 2, 4), **policy):
+    """A job of a few dozen slots at most; `contexts`: the sizes of its context groups."""
+    tp, pp, cp = draw(st.integers(1, 5)), draw(st.integers(1, 2)), draw(st.sampled_from(contexts))
+    dp = draw(st.integers(1, max(2, 4 // cp)))
     groups = tp * draw(st.integers(1, 3))
     heads = groups * draw(st.integers(1, 2))
     return make_job(
@@ -70,10 +70,19 @@ def jobs(draw, **policy):
 
 
 @st.composite
-def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
-    """Slots lost anywhere, up to all of a replica; the replicas in `keep`, and one in any case, lose none."""
+def spared_replicas(draw, nominal: Nominal):
+    """The replicas of a context group: one of them alone might be idle."""
     topology = nominal.topology
-    spared = keep or {draw(st.integers(0, topology.dp - 1))}
+    first = draw(st.integers(0, topology.contexts - 1)) * topology.cp
+    return frozenset(range(first, first + topology.cp))
+
+
+@st.composite
+def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
+    """Slots lost anywhere, up to all of a replica; the replicas in `keep`, and one context group in any case, lose
+    none."""
+    topology = nominal.topology
+    spared = keep or draw(spared_replicas(nominal))
     slots = st.builds(
         Slot,
         replica=st.sampled_from([replica for replica in range(topology.dp) if replica not in spared] or [0]),
@@ -93,7 +102,7 @@ def losses(draw, nominal: Nominal, keep: frozenset[int] = frozenset()):
 def situations(draw):
     """(nominal, lost before, lost after): some slots may rejoin, and one replica keeps full width throughout."""
     nominal = Nominal.of(draw(jobs()))
-    safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
+    safe = draw(spared_replicas(nominal))
     return nominal, draw(losses(nominal, safe)), draw(losses(nominal, safe))
 
 
@@ -101,6 +110,6 @@ def situations(draw):
 def situations_with_joiners(draw):
     """The same without copies, and with slots that are present afterwards but hold nothing."""
     nominal = Nominal.of(draw(jobs()))
-    safe = frozenset({draw(st.integers(0, nominal.topology.dp - 1))})
+    safe = draw(spared_replicas(nominal))
     lost_before, lost, empty = (draw(losses(nominal, safe)) for _ in range(3))
     return nominal, lost_before, lost, None, empty - lost

@@ -12,7 +12,8 @@ from tests.unit.strategies import jobs, losses, make_job
 
 @st.composite
 def degraded_jobs(draw):
-    nominal = Nominal.of(draw(jobs()))
+    """Replicas are narrower in these, as in no context group."""
+    nominal = Nominal.of(draw(jobs(contexts=(1,))))
     return nominal, draw(losses(nominal))
 
 

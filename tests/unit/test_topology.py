@@ -57,7 +57,7 @@ def test_as_many_replicas_share_a_sequence_as_divide_it(lost, first):
     assert set(surviving.replicas) == {*first, 4, 5, 6, 7}
 
 
-def test_where_no_replica_of_a_context_group_is_whole_the_reason_is_told():
+def test_the_error_says_that_a_replica_of_a_context_group_needs_all_its_slots():
     _, surviving = sharing(["r0.s0.t0", "r1.s0.t1"], dp=2, cp=2)
     with pytest.raises(BelowMinimum, match=r"has a stage with 1 of 2 TP slots, and with context parallelism a replica"):
         surviving.require_a_replica()
