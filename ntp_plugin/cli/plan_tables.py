@@ -138,14 +138,14 @@ def _lanes_table(routes: Sequence[StageRoute]) -> Table:
 
 
 def _batch_table(plan: RecoveryPlan) -> Table:
-    batch = plan.batch
+    batch, surviving = plan.batch, plan.nominal.surviving(frozenset(plan.lost))
     table = _table(
         f"Batch ({batch.mode})", "replicas", ">micro-batches", ">of samples", ">kept", ">dealt to it", ">time each"
     )
     alike: defaultdict[tuple[int, int, int, int, int], list[int]] = defaultdict(list)
     for share in batch.shares:
         key = (share.count, share.size, sp.size(share.kept), sp.size(share.dealt), share.ns)
-        alike[key].append(share.replica)
+        alike[key] += surviving.sharing(share.replica)  # with context parallelism they compute each sample together
     rows = [
         [_name_replicas(replicas), str(count), str(size), str(kept), str(dealt), f"{ns / HEALTHY_NS:.3f}"]
         for (count, size, kept, dealt, ns), replicas in alike.items()

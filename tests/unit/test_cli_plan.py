@@ -41,6 +41,16 @@ def run(capsys, words):
     return code, out, err
 
 
+def test_with_context_parallelism_the_replicas_that_share_a_sequence_are_named_together(capsys):
+    code, out, _ = run(capsys, [*SMALL, "--cp", "4", "--lose", "r1.s0.t0"])
+    assert code == 0
+    assert "TP4 x PP2 x CP4 x DP4 = 128 GPUs" in out
+    assert "r0 r2 (2)" in out, "of the four of the first context group two go on"
+    code, _, err = run(capsys, [*SMALL, "--cp", "2", "--gpu-memory-gb", "80"])
+    assert code == 2
+    assert "memory is planned for whole sequences" in err
+
+
 def test_the_tables_answer_every_question(capsys):
     code, out, err = run(capsys, [*LLAMA_70B, "--lose", "r3.s1.t5"])
     assert (code, err) == (0, "")
