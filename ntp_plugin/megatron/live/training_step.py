@@ -296,7 +296,8 @@ class TrainingStep:
             return torch.zeros(size, dtype=torch.float64)
         if size == 1:
             mean = torch.stack(values).mean(0)
-            return mean if self._global else mean / parallel_state.get_data_parallel_world_size()
+            replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            return mean if self._global else mean / replicas
         return torch.stack(values).sum(0)
 
     def _step_result(self) -> tuple[Any, ...]:

@@ -548,6 +548,22 @@ def scale_changes_before_the_vote() -> None:
     _put(LossScale, "step_is_over", lambda *_, **__: None)
 
 
+def losses_are_means() -> None:
+    """Have the script report the mean over a micro-batch's tokens, and not their sum and number."""
+    from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415
+
+    calculate = schedules.forward_step_calc_loss
+
+    def calculated(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
+        def with_mean(values: Any) -> Any:
+            loss, tokens, reported = loss_func(values)
+            return loss, tokens, {name: pair[0] / pair[1] for name, pair in reported.items()}
+
+        return calculate(model, output, with_mean, *args, **kwargs)
+
+    _put(schedules, "forward_step_calc_loss", calculated)
+
+
 def replicas_of_a_context_weigh_as_before() -> None:
     """Gradients are weighed as if all replicas of a context group shared its sequences."""
     scale: Any = LaneSync.scale
