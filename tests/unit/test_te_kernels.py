@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as nn
 
-from ntp_plugin.megatron.te_emulation import extension, importing, kernels, quantized
+from ntp_plugin.megatron.te_emulation import extension, kernels, quantized
 
 ROWS, INNER, OUTER = 6, 8, 10
 
@@ -238,7 +238,6 @@ def test_a_history_takes_the_newest_maximum_and_forgets_the_oldest():
 
 
 @pytest.mark.short
-@pytest.mark.skipif(not importing.is_installed(), reason="needs TransformerEngine's Python package")
 def test_transformer_engines_fp8_layers_are_products_of_rounded_matrices():
     """Both recipes, layers with and without a norm, quantizers, scales over steps, and shapes that a GPU refuses."""
     program = Path(__file__).with_name("te_in_fp8.py")
