@@ -204,7 +204,11 @@ def _refusal(action: str, forecast: Forecast | None, situation: Situation, polic
 def _too_narrow(situation: Situation, policy: ActionPolicy) -> str:
     surviving = SurvivingReplicas(topology=situation.topology, lost=situation.lost, min_tp_width=policy.min_tp_width)
     degraded = {slot.replica for slot in situation.lost}
-    return f"narrower than min_tp_width = {policy.min_tp_width}" if surviving.dropped >= degraded else ""
+    if not surviving.dropped >= degraded:
+        return ""
+    if situation.topology.cp > 1:
+        return "a replica of a context group keeps its full width"
+    return f"narrower than min_tp_width = {policy.min_tp_width}"
 
 
 def _none_left(situation: Situation, _policy: ActionPolicy) -> str:

@@ -32,11 +32,14 @@ def as_allowed(nominal: Nominal) -> Nominal:
 
     Refuses a policy that allows nothing.
     """
-    forbid = _policy(nominal).forbid
-    if {REDUCE_TP, DROP_REPLICA} <= set(forbid) and nominal.policy.actions.restart_s is None:
+    forbid, contexts = _policy(nominal).forbid, nominal.topology.cp > 1
+    none_left = DROP_REPLICA in forbid and (contexts or REDUCE_TP in forbid)
+    if none_left and nominal.policy.actions.restart_s is None:
+        what = "drop-replica is forbidden, a replica of a context group cannot be narrowed" if contexts else ""
         raise ConfigError(
-            "reduce-tp and drop-replica are forbidden, and restart_s is not set: no action after a loss is possible",
-            fix="allow one of them, or set restart_s to the duration of a restart",
+            f"{what or 'reduce-tp and drop-replica are forbidden'}, and restart_s is not set: no action after a loss is"
+            " possible",
+            fix=f"allow {'drop-replica' if contexts else 'one of them'}, or set restart_s to the duration of a restart",
         )
     if REDUCE_TP not in forbid:
         return nominal

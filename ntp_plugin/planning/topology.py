@@ -42,7 +42,15 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The nominal layout."""
+    """The nominal layout.
+
+    Attributes:
+        tp: The slots of a group.
+        pp: The stages.
+        dp: The replicas, each with all weights: in Megatron's words, its data-parallel degree times `cp`.
+        cp: The replicas of a context group.
+        dp_last: Whether ranks are numbered by stages before context groups.
+    """
 
     tp: int
     pp: int

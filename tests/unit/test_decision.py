@@ -16,11 +16,11 @@ from tests.unit.strategies import make_job
 REPAIR_S = 432_000.0
 
 
-def nominal(**actions):
+def nominal(cp=1, **actions):
     return as_allowed(
         Nominal.of(
             make_job(
-                parallel={"tp": 4, "pp": 1, "dp": 4, "gpus_per_node": 4},
+                parallel={"tp": 4, "pp": 1, "cp": cp, "dp": 4 // cp, "gpus_per_node": 4},
                 model={"layers": 2, "hidden": 64, "heads": 8, "ffn": 256, "vocab": 1000},
                 batch={"micro_batch": 4, "global_batch": 64},
                 ntp={"actions": actions},
@@ -75,6 +75,16 @@ def test_a_job_without_allowed_actions_is_refused_before_a_loss():
     with pytest.raises(ConfigError, match=r"reduce-tp and drop-replica are forbidden, and restart_s is not set"):
         nominal(forbid=["reduce-tp", "drop-replica"])
     found = plan(nominal(forbid=["reduce-tp", "drop-replica"], restart_s=1e5), "r1.s0.t2")
+    assert decide(found).action == RESTART
+
+
+def test_a_context_group_goes_on_without_the_replica_and_no_replica_is_narrowed():
+    choice = decide(plan(nominal(cp=2), "r1.s0.t2"))
+    assert choice.action == DROP_REPLICA
+    assert "reduce tp: a replica of a context group keeps its full width" in in_lines(choice)
+    with pytest.raises(ConfigError, match=r"drop-replica is forbidden, a replica of a context group cannot"):
+        nominal(cp=2, forbid=["drop-replica"])
+    found = plan(nominal(cp=2, forbid=["drop-replica"], restart_s=1e5), "r1.s0.t2")
     assert decide(found).action == RESTART
 
 

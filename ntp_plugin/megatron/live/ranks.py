@@ -80,11 +80,11 @@ def _make_columns(layout: Layout, make_groups: MakeGroups) -> dict[tuple[Slot, .
 def _smaller_contexts(layout: Layout) -> list[tuple[Slot, ...]]:
     """Return who exchanges parts of sequences, in the context groups that have fewer replicas than nominally."""
     topology, surviving = layout.topology, layout.surviving
-    sharing = [surviving.sharing(context) for context in range(topology.contexts)] if layout.degraded else []
+    sharing = map(surviving.sharing, sorted({topology.context_of(replica) for replica in surviving.dropped}))
     return [
         tuple(Slot(replica=replica, stage=stage, tp=tp) for replica in replicas)
         for replicas in sharing
+        if replicas
         for stage in range(topology.pp)
         for tp in range(topology.tp)
-        if 0 < len(replicas) < topology.cp
     ]
