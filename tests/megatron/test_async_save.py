@@ -30,7 +30,7 @@ def job(folder, more=""):
         tp=2,
         dp=2,
         enabled=True,
-        spoil="writers_wait",
+        under="writers_wait",
         more=f"--save {folder} --save-interval {EVERY} --async-save --use-persistent-ckpt-worker {more}",
     )
 
@@ -137,6 +137,6 @@ def test_a_planned_degraded_job_writes_beside_its_training(tmp_path, expected):
 
 def test_without_a_copy_of_its_own_a_writer_would_write_later_values(tmp_path, expected):
     """The control: what is written is taken from the tensors that training changes."""
-    live(dataclasses.replace(job(tmp_path), spoil="writers_wait_and_share"))
+    live(dataclasses.replace(job(tmp_path), spoil="writers_share"))
     found, wanted = (replica_digests_in(folder, EVERY) for folder in (tmp_path, expected("")))
     assert any(not np.array_equal(found[name], wanted[name]) for name in wanted)

@@ -97,7 +97,7 @@ def test_parts_whose_tokens_do_not_all_count_weigh_as_in_megatron(layout, lost):
 
 def test_a_reported_mean_is_one_over_all_parts_where_it_comes_from_the_vote():
     """The step is over when the rank is lost, and keeps slot 0 from its result: it returns what all voted with."""
-    lived, _ = live(job(spoil="losses_are_means", tp=2, dp=1), faults=[kill(1, during="applied", step=4)])
+    lived, _ = live(job(under="losses_are_means", tp=2, dp=1), faults=[kill(1, during="applied", step=4)])
     expected = run(Job(model=MODEL, tp=1, masked=False))
     assert lived[0].seen.losses[3:] == pytest.approx(expected[0].losses[3:], rel=FLOAT64)
 

@@ -30,7 +30,7 @@ def job(more="", **options):
 
 def reference(more="", **options):
     """The same samples on one rank of each stage, with no fused attention to be called."""
-    return job(more, spoil="no_fused_attention", cp=1, **options)
+    return job(more, under="no_fused_attention", cp=1, **options)
 
 
 def worst_of(outcomes, reference):
@@ -79,7 +79,7 @@ def test_a_sliding_window(kind):
 
 def test_one_rank_of_context_may_call_fused_attention():
     """As a rank does that stays alone in its context."""
-    assert worst_of(run(job(PER_TOKEN, cp=1, spoil="attention_is_fused")), reference(PER_TOKEN)) <= FLOAT64
+    assert worst_of(run(job(PER_TOKEN, cp=1, under="attention_is_fused")), reference(PER_TOKEN)) <= FLOAT64
 
 
 def losses(processes, *more):

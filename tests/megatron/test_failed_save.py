@@ -4,6 +4,7 @@ The causes are real: a full disk, a limit on the size of files in one rank, a fo
 there for the first checkpoint, and gone before the second.
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -25,9 +26,9 @@ BESIDE = "--async-save --use-persistent-ckpt-worker"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def job(folder, spoil, more=""):
+def job(folder, under, more=""):
     options = f"--save {folder} --save-interval {EVERY} --ntp-events {folder.parent / 'events.jsonl'} {more}"
-    return Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, spoil=spoil, more=options)
+    return Job(model=MODELS[BASE], tp=2, dp=2, enabled=True, under=under, more=options)
 
 
 @pytest.fixture(scope="module")
@@ -137,5 +138,5 @@ def test_without_the_hooks_a_full_disk_ends_the_job(tmp_path):
     with disk(tmp_path / "saved", "32m") as folder:
         fill(folder)
         with pytest.raises(Exception, match=r"CheckpointException|No space left|Worker failure"):
-            live(job(folder, "errors_of_saves_are_raised"))
+            live(dataclasses.replace(job(folder, OBSTACLE), spoil="errors_of_saves_are_raised"))
         assert not finished(folder)

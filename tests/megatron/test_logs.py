@@ -108,7 +108,7 @@ def test_a_live_job_logs_them_through_a_loss_and_a_return(tmp_path, expected, op
 
 def test_a_norm_may_be_a_tensor_as_transformer_engines_kernels_give_it():
     """A rank that a loss keeps from the rest of its step logs the norm that it remembers."""
-    job = Job(model=MODELS[BASE], tp=1, dp=2, pp=2, enabled=True, spoil="norms_are_tensors")
+    job = Job(model=MODELS[BASE], tp=1, dp=2, pp=2, enabled=True, under="norms_are_tensors")
     lived, _ = live(job, faults=[kill(1, during="applied", step=5)])
     assert len(lived) == 3
 

@@ -14,7 +14,7 @@ from tests.harness.parity.live import as_if_always_there, live
 
 SHARDED = "--use-distributed-optimizer"
 FP16 = "--fp16 --loss-scale-window 5 --initial-loss-scale 65536 --hysteresis 1"
-OVERFLOW = {"spoil": "gradients_overflow"}
+OVERFLOW = {"under": "gradients_overflow"}
 KINDS = pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
 
 
@@ -87,7 +87,7 @@ def test_an_idle_rank_comes_back_with_the_scale_of_the_others(expected, kind):
 
 
 def test_control_a_scale_that_counts_an_undone_step_is_noticed(expected):
-    lived, _ = live(job(spoil="scale_changes_before_the_vote"), faults=[kill(1, during="vote", step=4)])
+    lived, _ = live(job(spoil="scale_changes_before_the_vote", **OVERFLOW), faults=[kill(1, during="vote", step=4)])
     seen = as_if_always_there(lived)
     assert any(one.scales != expected[0].scales for one in seen.values())
 

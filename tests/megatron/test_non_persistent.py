@@ -65,20 +65,20 @@ LOST_IN = VOID - BEGUN + 3
 """The section of the step behind it: before come the save, and a question."""
 
 
-def interrupted(folder, spoil):
+def interrupted(folder, spoil=""):
     """Resume from a non-persistent checkpoint, and lose a rank while the next one is written: the threads are slow, up
     to the last steps that `--train-iters` allows."""
     run(dataclasses.replace(job(folder, f"--exit-interval {BEGUN}"), enabled=False))
     assert complete_in(folder) == [BEGUN]
     ends = f"--exit-interval {AGAIN} --train-iters {AGAIN + 1} --use-checkpoint-opt_param-scheduler"
-    slow = job(folder, f"--load {folder} {BESIDE} {ends}", spoil=spoil)
+    slow = job(folder, f"--load {folder} {BESIDE} {ends}", under="writers_wait", spoil=spoil)
     lived, _ = live(slow, faults=[kill(3, during="backward", step=LOST_IN)])
     assert {len(one.seen.norms) for one in lived.values()} == {AGAIN - BEGUN}
     assert latest(folder / "non_persistent") == AGAIN
 
 
 def test_one_that_a_loss_makes_void_is_saved_again_and_the_one_before_stays(tmp_path, expected):
-    interrupted(tmp_path, "writers_wait")
+    interrupted(tmp_path)
     assert complete_in(tmp_path) == [BEGUN, AGAIN]
     assert not list(tmp_path.glob("iter_*")), "it is not saved as a persistent one"
     found = replica_digests_in(tmp_path / "non_persistent", AGAIN)
@@ -87,5 +87,5 @@ def test_one_that_a_loss_makes_void_is_saved_again_and_the_one_before_stays(tmp_
 
 def test_megatron_itself_removes_the_newest_for_a_void_one(tmp_path):
     """The control."""
-    interrupted(tmp_path, "writers_wait_and_void_ones_stay")
+    interrupted(tmp_path, "void_ones_stay")
     assert complete_in(tmp_path) == [AGAIN]

@@ -69,7 +69,10 @@ class Job:
     """A folder for them that outlives the ranks."""
     per_host: int = 0
     """Ranks that believe to share a host; 0: all."""
+    under: str = ""
+    """A condition (`conditions.py`)."""
     spoil: str = ""
+    """A negative control (`spoilt.py`)."""
     group_adam: bool = False
     """Whether Adam is one that counts its steps group by group."""
 
@@ -259,10 +262,12 @@ class Looker:
             setattr(torch.distributed, name, self._counted(name))
         if job.group_adam:
             group_adam.install()
-        if job.spoil:
-            from tests.harness.parity import spoilt  # noqa: PLC0415
+        if job.under or job.spoil:
+            from tests.harness.parity import conditions, spoilt  # noqa: PLC0415
 
-            getattr(spoilt, job.spoil)()
+            for kind, name in ((conditions, job.under), (spoilt, job.spoil)):
+                if name:
+                    getattr(kind, name)()
 
     def _with_log(self, log: Any) -> Any:
         names = ("losses", "totals", "rate", "iteration", "scale", "flag", "skipped", "norm")

@@ -6,13 +6,10 @@ Called in a rank, before Megatron starts: the fault stays for the life of the pr
 import dataclasses
 import functools
 import gc
-import os
-import resource
 import sys
 import time
 import types
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ntp_plugin.copies.manifest import Manifest
 from ntp_plugin.copies.store import CopyKey, Store
 from ntp_plugin.copies.wire import Peer, PeerTrouble
-from ntp_plugin.megatron import cpu_arguments, fp8_scales
+from ntp_plugin.megatron import fp8_scales
 from ntp_plugin.megatron import hooks as megatron_hooks
 from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.checkpoint.save_errors import SaveErrors
@@ -52,12 +49,12 @@ from ntp_plugin.reduction.gradient_lanes import GradientLane, Slice
 from ntp_plugin.resharding import rebuild, reshard
 from ntp_plugin.resharding.rebuild import WEIGHT, Entries
 from ntp_plugin.testing import harm
-from tests.harness.parity.job import OVERFLOWS
+from tests.harness.parity.conditions import plant
 
 
 def scale_by_replicas() -> None:
     """1 / DP, as if all replicas ran as many micro-batches."""
-    _put(LaneSync, "scale", property(lambda sync: 1 / sync._layout.topology.dp))
+    plant(LaneSync, "scale", property(lambda sync: 1 / sync._layout.topology.dp))
 
 
 def norms_not_synced() -> None:
@@ -73,7 +70,7 @@ def norms_not_synced() -> None:
         for parameter, own in zip(whole, before, strict=True):
             parameter.main_grad.copy_(own)
 
-    _put(LaneSync, "finalize", finalize)
+    plant(LaneSync, "finalize", finalize)
 
 
 def gate_and_up_swapped() -> None:
@@ -89,7 +86,7 @@ def gate_and_up_swapped() -> None:
             for tensor_slice in plan(sync, units)
         )
 
-    _put(LaneSync, "_slices", slices)
+    plant(LaneSync, "_slices", slices)
 
 
 def _swapped(tensor_slice: Slice, half: int) -> Slice:
@@ -113,7 +110,7 @@ def scales_of_a_replica_stay() -> None:
         is_degraded = args.rank == args.world_size - 1
         return (*make(args), keep) if is_degraded else make(args)
 
-    _put(fp8_scales, "hooks", hooks_and_one)
+    plant(fp8_scales, "hooks", hooks_and_one)
 
 
 def units_to_the_wrong_core() -> None:
@@ -152,12 +149,12 @@ def vocabulary_row_shifted() -> None:
 
         return shifted
 
-    _put(UnevenLayers, "embedding", embedding)
+    plant(UnevenLayers, "embedding", embedding)
 
 
 def norm_not_synced() -> None:
     """Each replica clips by the norm that it found."""
-    _put(LaneSync, "norm", lambda _, original: original)
+    plant(LaneSync, "norm", lambda _, original: original)
 
 
 def partial_sums_not_added() -> None:
@@ -171,17 +168,17 @@ def partial_sums_not_added() -> None:
 
 def shared_keys_of_one_slot() -> None:
     """In latent attention, what a slot's own heads say of the gradient of the keys' rotary part is taken for all."""
-    _put(megatron_hooks, "of_latent_attention", lambda _: ())
+    plant(megatron_hooks, "of_latent_attention", lambda _: ())
 
 
 def pads_taken_for_rows() -> None:
     """The rows of a gathered sequence are its last ones, as if the pads came first."""
-    _put(UnevenSequence, "_without_pads", lambda sequence, whole: whole[sequence._rows.pads :])
+    plant(UnevenSequence, "_without_pads", lambda sequence, whole: whole[sequence._rows.pads :])
 
 
 def parameters_not_awaited() -> None:
     """A forward begins with the parameters that it finds, and never waits for those that are on their way."""
-    _put(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
+    plant(LaneBucketGroup, "finish_param_sync", lambda *_, **__: None)
 
 
 def layer_frozen() -> None:
@@ -198,7 +195,7 @@ def layer_frozen() -> None:
 
         return frozen
 
-    _put(UnevenLayers, "mlp", mlp)
+    plant(UnevenLayers, "mlp", mlp)
 
 
 def optimizer_replaced() -> None:
@@ -207,7 +204,7 @@ def optimizer_replaced() -> None:
     class Preconditioned(torch.optim.AdamW):
         pass
 
-    _put(torch.optim, "AdamW", Preconditioned)
+    plant(torch.optim, "AdamW", Preconditioned)
 
 
 def masks_of_the_slot() -> None:
@@ -217,14 +214,14 @@ def masks_of_the_slot() -> None:
         with get_cuda_rng_tracker().fork():
             return torch.nn.functional.dropout(x, p)
 
-    _put(ExactDropout, "over_heads", over_heads)
-    _put(ExactDropout, "over_rows", lambda _, __, x, p: torch.nn.functional.dropout(x, p))
+    plant(ExactDropout, "over_heads", over_heads)
+    plant(ExactDropout, "over_rows", lambda _, __, x, p: torch.nn.functional.dropout(x, p))
 
 
 def heads_numbered_by_the_slot() -> None:
     """A slot takes its heads for the first ones of the model."""
     find = ExactDropout._heads
-    _put(ExactDropout, "_heads", lambda exact, device: torch.arange(len(find(exact, device)), device=device))
+    plant(ExactDropout, "_heads", lambda exact, device: torch.arange(len(find(exact, device)), device=device))
 
 
 def samples_numbered_by_the_replica() -> None:
@@ -235,7 +232,7 @@ def samples_numbered_by_the_replica() -> None:
         exact._firsts = lambda _: range(100)
         return number(exact, forward_step, count)
 
-    _put(ExactDropout, "_numbered", numbered)
+    plant(ExactDropout, "_numbered", numbered)
 
 
 def activations_of_another_micro_batch() -> None:
@@ -249,7 +246,7 @@ def activations_of_another_micro_batch() -> None:
             tensor_send_next = before[-2:][0]
         return operations(pipeline, tensor_send_next=tensor_send_next, **options)
 
-    _put(Pipeline, "_operations", late)
+    plant(Pipeline, "_operations", late)
 
 
 def shared_rows_not_summed() -> None:
@@ -259,7 +256,7 @@ def shared_rows_not_summed() -> None:
     def alone(sync: LaneSync, made: Made, **options: Any) -> list[GradientLane]:
         return [dataclasses.replace(lane, group=None) for lane in make(sync, made, **options)]
 
-    _put(LaneSync, "_shared_lanes", alone)
+    plant(LaneSync, "_shared_lanes", alone)
 
 
 def units_swapped_in_a_checkpoint() -> None:
@@ -273,7 +270,7 @@ def units_swapped_in_a_checkpoint() -> None:
             places = (last, *others, first)
         return split(entry, whole, places)
 
-    _put(checkpoints, "in_slices", swapped)
+    plant(checkpoints, "in_slices", swapped)
 
 
 def samples_not_rewound() -> None:
@@ -282,7 +279,7 @@ def samples_not_rewound() -> None:
     def begin_work(state: LoopState) -> None:
         state._samples.drawn.clear()
 
-    _put(LoopState, "begin_work", begin_work)
+    plant(LoopState, "begin_work", begin_work)
 
 
 def replicas_begin_apart() -> None:
@@ -294,7 +291,7 @@ def replicas_begin_apart() -> None:
             next(iter(trainer.state.live.parameters.values())).data[0, 0] += 1e-12
         compare(trainer)
 
-    _put(MegatronTrainer, "_refuse_unequal_replicas", apart)
+    plant(MegatronTrainer, "_refuse_unequal_replicas", apart)
 
 
 def a_buffer_that_nobody_knows() -> None:
@@ -305,7 +302,7 @@ def a_buffer_that_nobody_knows() -> None:
         bare(trainer._model_rebuild.chunks[0]).register_buffer("odd", torch.ones(3))
         begin(trainer)
 
-    _put(MegatronTrainer, "begin", odd)
+    plant(MegatronTrainer, "begin", odd)
 
 
 def a_bit_flips() -> None:
@@ -350,7 +347,7 @@ def a_bit_flips_in_its_own_shard() -> None:
 
 def replicas_compared_by_sums_alone() -> None:
     """Replicas are compared by sums alone: for tests that sums suffice."""
-    _put(ReplicaWatch, "_odd_of_all", None)
+    plant(ReplicaWatch, "_odd_of_all", None)
 
 
 def _when_six_steps_are_over(flip: Callable[[TrainingStep], None], *, slots: Collection[int] = (3,)) -> None:
@@ -365,7 +362,7 @@ def _when_six_steps_are_over(flip: Callable[[TrainingStep], None], *, slots: Col
             flip(step)
         catch_up(step)
 
-    _put(TrainingStep, "catch_up", flipped)
+    plant(TrainingStep, "catch_up", flipped)
 
 
 def an_own_copy_of_slot_0_is_corrupt() -> None:
@@ -378,7 +375,7 @@ def an_own_copy_of_slot_0_is_corrupt() -> None:
             harm.spoil_copy(copies._rank.place.copies, 0, seed=0)
         return description
 
-    _put(JobCopies, "describe", described)
+    plant(JobCopies, "describe", described)
 
 
 def far_copies_do_not_arrive() -> None:
@@ -393,8 +390,8 @@ def far_copies_do_not_arrive() -> None:
             time.sleep(0.3)
         complete(store, place, manifest)
 
-    _put(Peer, "put", lost)
-    _put(Store, "complete", slow)
+    plant(Peer, "put", lost)
+    plant(Store, "complete", slow)
 
 
 def dealt_units_swapped() -> None:
@@ -404,13 +401,13 @@ def dealt_units_swapped() -> None:
     def swapped(tensor: Tensor, part: torch.Tensor, held: Spans, wanted: Spans, values: torch.Tensor) -> None:
         put(tensor, part, held, wanted, values.flip(tensor.dim))
 
-    _put(rebuild, "_put", swapped)
+    plant(rebuild, "_put", swapped)
 
 
 def dealt_units_swapped_and_not_compared() -> None:
     """The same without the comparison of digests."""
     dealt_units_swapped()
-    _put(reshard, "compare", lambda *_, **__: None)
+    plant(reshard, "compare", lambda *_, **__: None)
 
 
 def what_an_optimizer_keeps_arrives_doubled() -> None:
@@ -424,24 +421,24 @@ def what_an_optimizer_keeps_arrives_doubled() -> None:
                 built[name]["exp_avg"].mul_(2)
         return built
 
-    _put(reshard._UnderWay, "_arrived", doubled)
+    plant(reshard._UnderWay, "_arrived", doubled)
 
 
 def what_an_optimizer_keeps_arrives_doubled_and_is_not_compared() -> None:
     """The same without the digests, which would detect it."""
     what_an_optimizer_keeps_arrives_doubled()
-    _put(reshard, "compare", lambda *_, **__: None)
+    plant(reshard, "compare", lambda *_, **__: None)
 
 
 def what_is_left_of_a_step_is_collected_in_another() -> None:
     """Contexts that a pipeline's schedule entered and never left are kept, and end when a later step has entered its
     own; Python's collector may do this by itself. That is harmless."""
-    _put(hooks, "no_sync", _ends_in_another_step(unsynced.no_sync))
+    plant(hooks, "no_sync", _ends_in_another_step(unsynced.no_sync))
 
 
 def what_is_left_of_a_step_is_collected_in_another_by_megatron() -> None:
     """The same with Megatron's own, which says then that the last micro-batch has come."""
-    _put(hooks, "no_sync", _ends_in_another_step(DistributedDataParallel.no_sync))
+    plant(hooks, "no_sync", _ends_in_another_step(DistributedDataParallel.no_sync))
 
 
 _LATER = 8
@@ -471,97 +468,24 @@ def _ends_in_another_step(no_sync: Callable[[Any], Any]) -> Callable[[Any], Any]
     return entered
 
 
-def _put(owner: Any, name: str, spoilt: object) -> None:
-    setattr(owner, name, spoilt)
-
-
-def writers_wait() -> None:
-    """Have the threads that write a checkpoint wait until two more steps are over, the last one is near, or a rank is
-    lost or admitted."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # noqa: PLC0415
-    from megatron.training import get_args  # noqa: PLC0415
-
-    from ntp_plugin.megatron.live import start  # noqa: PLC0415
-
-    write = FileSystemWriterAsync.write_preloaded_data
-
-    def write_late(*args: Any, **kwargs: Any) -> Any:
-        steps, begun, live = get_args(), get_args().curr_iteration, start.Jobs.now
-        epoch = live.rank.groups.epoch if live else 0
-        while steps.curr_iteration < min(begun + 2, steps.train_iters - 2):
-            if live and live.rank.groups.epoch != epoch:
-                break
-            time.sleep(0.01)
-        return write(*args, **kwargs)
-
-    setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_late))  # noqa: B010
-
-
-def writers_wait_and_share() -> None:
-    """The same, and they write the tensors that the training goes on to change."""
+def writers_share() -> None:
+    """Threads that write a checkpoint write the tensors that the training goes on to change."""
     from ntp_plugin.megatron.checkpoint import background_writer  # noqa: PLC0415
 
-    writers_wait()
-    _put(background_writer, "_own_copies", lambda _, staged: staged)
+    plant(background_writer, "_own_copies", lambda _, staged: staged)
 
 
-def writers_wait_and_void_ones_stay() -> None:
-    """The same, and Megatron keeps the non-persistent checkpoint with the highest number."""
-    writers_wait()
-    _put(UnfinishedSave, "removing_older", lambda _, original: original)
-
-
-def norms_are_tensors() -> None:
-    """Have the norm of gradients be a tensor with one number, as with the kernels of TransformerEngine."""
-    result = TrainingStep._step_result
-
-    def with_tensor(step: Any) -> Any:
-        step._norm = None if step._norm is None else torch.tensor([float(step._norm)])
-        return result(step)
-
-    _put(TrainingStep, "_step_result", with_tensor)
-
-
-def gradients_overflow() -> None:
-    """Have a gradient of each rank be infinite in some steps, in any layout."""
-    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: PLC0415
-    from megatron.training import get_args  # noqa: PLC0415
-
-    check = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-
-    def overflowing(optimizer: Any) -> Any:
-        args = get_args()
-        gradients = optimizer._collect_main_grad_data_for_unscaling()
-        if args.consumed_train_samples // args.global_batch_size + 1 in OVERFLOWS and gradients:
-            gradients[0].view(-1)[0] = torch.inf
-        return check(optimizer)
-
-    _put(MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", overflowing)
+def void_ones_stay() -> None:
+    """Megatron keeps the non-persistent checkpoint with the highest number."""
+    plant(UnfinishedSave, "removing_older", lambda _, original: original)
 
 
 def scale_changes_before_the_vote() -> None:
     """The loss scale counts a step that a loss undoes."""
     from ntp_plugin.megatron.live.loss_scale import LossScale  # noqa: PLC0415
 
-    gradients_overflow()
-    _put(LossScale, "deferred", lambda _, original: original)
-    _put(LossScale, "step_is_over", lambda *_, **__: None)
-
-
-def losses_are_means() -> None:
-    """Have the script report the mean over a micro-batch's tokens, and not their sum and number."""
-    from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415
-
-    calculate = schedules.forward_step_calc_loss
-
-    def calculated(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
-        def with_mean(values: Any) -> Any:
-            loss, tokens, reported = loss_func(values)
-            return loss, tokens, {name: pair[0] / pair[1] for name, pair in reported.items()}
-
-        return calculate(model, output, with_mean, *args, **kwargs)
-
-    _put(schedules, "forward_step_calc_loss", calculated)
+    plant(LossScale, "deferred", lambda _, original: original)
+    plant(LossScale, "step_is_over", lambda *_, **__: None)
 
 
 def replicas_of_a_context_weigh_as_before() -> None:
@@ -572,17 +496,17 @@ def replicas_of_a_context_weigh_as_before() -> None:
         layout = sync._layout
         return float(scale.fget(sync) * layout.context_degree / layout.topology.cp)
 
-    _put(LaneSync, "scale", property(as_before))
+    plant(LaneSync, "scale", property(as_before))
 
 
 def rows_are_in_order() -> None:
     """The rows of a replica are taken for consecutive ones."""
-    _put(ExactDropout, "_in_the_sequence", lambda _, rows: rows)
+    plant(ExactDropout, "_in_the_sequence", lambda _, rows: rows)
 
 
 def sampler_keeps_the_first_batch() -> None:
     """The samples of a replica with a lost slot are those of the first size of the global batch, in all steps."""
-    _put(JobPlan, "batch_at", _if_degraded(JobPlan.batch_at, lambda job, _: job.shared_out(job._schedule.at(0))))
+    plant(JobPlan, "batch_at", _if_degraded(JobPlan.batch_at, lambda job, _: job.shared_out(job._schedule.at(0))))
 
 
 def scale_keeps_the_first_batch() -> None:
@@ -593,28 +517,12 @@ def scale_keeps_the_first_batch() -> None:
         batch, share = job.shared_out(job._schedule.at(0) if job.layout.pattern else get_current_global_batch_size())
         return float(share.count * share.size / (batch.total * batch.micro_batch))
 
-    _put(LaneSync, "scale", property(scale))
+    plant(LaneSync, "scale", property(scale))
 
 
 def repeated_steps_have_the_newest_batch() -> None:
     """The calculator of micro-batches does not follow steps that are repeated."""
-    _put(training_step, "update_num_microbatches", lambda *_, **__: None)
-
-
-def no_fused_attention() -> None:
-    """The emulation of TransformerEngine has no fused attention."""
-    from ntp_plugin.megatron.te_emulation import extension, kernels  # noqa: PLC0415
-
-    def missing(*_: Any) -> Any:
-        raise kernels.unsupported("fused attention")
-
-    for name in ("get_fused_attn_backend", "fused_attn_fwd", "fused_attn_bwd"):
-        _put(sys.modules[extension.NAME], name, missing)
-
-
-def attention_is_fused() -> None:
-    """The emulation has fused attention without context parallelism, too."""
-    _put(cpu_arguments, "_attention", lambda _: "fused")
+    plant(training_step, "update_num_microbatches", lambda *_, **__: None)
 
 
 def statistics_are_rounded() -> None:
@@ -625,61 +533,15 @@ def statistics_are_rounded() -> None:
         out, statistics, state = attention.fused_attn_fwd(*given)
         return [out, torch.from_numpy(statistics.numpy().astype("float32")).double(), state]
 
-    _put(sys.modules[extension.NAME], "fused_attn_fwd", rounded)
+    plant(sys.modules[extension.NAME], "fused_attn_fwd", rounded)
 
 
 def _if_degraded(original: Any, spoilt: Any) -> Any:
     return lambda job, *args: (spoilt if job.layout.pattern else original)(job, *args)
 
 
-CLEARED_AFTER = 6
-"""The step after which files can be written again."""
-
-
-def small_files_at_first() -> None:
-    """Have rank 3 write no file of the size of a checkpoint, until some steps are over: a limit of the system."""
-    if os.environ["RANK"] != "3":
-        return
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))
-    _after(CLEARED_AFTER, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
-
-
-LARGEST_FILE = 1 << 17
-"""Bytes; more than a test writes by itself, and less than a rank's part of a checkpoint."""
-
-
-def obstacles_at_first() -> None:
-    """Have rank 0 remove what a test has put into the way of checkpoints, when some steps are over."""
-    from megatron.training import get_args  # noqa: PLC0415
-
-    def remove() -> None:
-        folder = Path(get_args().save)
-        (folder / "filler").unlink(missing_ok=True)
-        for in_the_way in folder.glob("latest_checkpointed_iteration.txt.new"):
-            in_the_way.rmdir()
-
-    if os.environ["RANK"] == "0":
-        _after(CLEARED_AFTER, remove)
-
-
 def errors_of_saves_are_raised() -> None:
-    """Files are full at first, and the plugin leaves Megatron alone with it."""
-    obstacles_at_first()
-    _put(SaveErrors, "table", lambda _: ())
-    _put(SaveErrors, "asking", lambda _, barrier: barrier)
-    _put(UnfinishedSave, "attempted", lambda _, original: original)
-
-
-def _after(step: int, then: Callable[[], None]) -> None:
-    """Call a function once a step is over."""
-    from megatron.training import training  # noqa: PLC0415
-
-    log = training.training_log
-
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        if args[3] == step:
-            then()
-        return log(*args, **kwargs)
-
-    training.training_log = logged
+    """The plugin leaves Megatron alone with a file that cannot be written."""
+    plant(SaveErrors, "table", lambda _: ())
+    plant(SaveErrors, "asking", lambda _, barrier: barrier)
+    plant(UnfinishedSave, "attempted", lambda _, original: original)
