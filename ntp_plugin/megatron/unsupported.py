@@ -67,7 +67,7 @@ def _not_planned(flag: str, applies: Callable[[Any], object]) -> Refusal:
     return Refusal(
         flag=flag,
         applies=applies,
-        why="is not built yet for a job that begins degraded",
+        why="is not built yet",
         fix="start all slots, by ntp run and without --ntp-lost",
     )
 

@@ -32,6 +32,7 @@ from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
 from ntp_plugin.megatron.reduction.lane_sync import named
 from ntp_plugin.megatron.unsupported import draws_exact_masks
 from ntp_plugin.patching import apply_all
+from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.elastic_rank import ElasticRank
 from ntp_plugin.recovery.joining import Alone
@@ -48,13 +49,7 @@ class MegatronJob:
 
     def __init__(self, args: Any, policy: TrainingPolicy) -> None:
         place = RankContext.read()
-        topology = place.topology(
-            policy,
-            tp=args.tensor_model_parallel_size,
-            pp=args.pipeline_model_parallel_size,
-            cp=args.context_parallel_size,
-            dp_last=bool(args.use_tp_pp_dp_mapping),
-        )
+        topology = _topology(place, policy, args)
         if torch.cuda.device_count() > 0 and args.distributed_backend != "gloo":
             torch.cuda.set_device(args.local_rank)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -226,6 +221,16 @@ class MegatronJob:
         self.event_writer.close()
         self.rank.leave()
         require_saved(failed_after, self.args, has_copies=self.trainer.copies is not None)
+
+
+def _topology(place: RankContext, policy: TrainingPolicy, args: Any) -> Topology:
+    return place.topology(
+        policy,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        cp=args.context_parallel_size,
+        dp_last=bool(args.use_tp_pp_dp_mapping),
+    )
 
 
 class Jobs:
