@@ -10,9 +10,9 @@ is counted by what is in the way.
 
 An accepted recipe is scaled down by one rule, `SCALED` below, and nothing else is changed: width, sequence, batch and
 steps become small, the data are mock, and precision is float64. Masks of attention dropout are drawn inside of
-TransformerEngine's kernels, so that dropout is 0. Two replicas run on the CPU emulation. A slot that is drawn from the
-recipe's name is killed at a fault point and in a step drawn in the same way, and comes back. The reference run is the
-same without the kill.
+TransformerEngine's kernels, so that dropout is 0. Two replicas, or two context groups, run on the CPU emulation. A slot
+that is drawn from the recipe's name is killed at a fault point and in a step drawn in the same way, and comes back. The
+reference run is the same without the kill.
 
 Each finished recipe is a line in build/show/megatron-recipes.jsonl, and the next call continues after it. Recipes whose
 scaled command lines are the same run once; those of more than 8 ranks, of another script, and of a data set that cannot
@@ -21,6 +21,7 @@ be mock, are not run.
 
 import collections
 import hashlib
+import math
 import os
 import random
 import shutil
@@ -107,13 +108,22 @@ def _number(flags: Mapping[str, Any], name: str, default: int = 1) -> int:
     return int(flags.get(name, default))
 
 
+def _job(flags: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return how many replicas run, with how many stages of how many slots: two, or two groups that share sequences."""
+    return (
+        2 * _number(flags, "--context-parallel-size"),
+        _number(flags, "--pipeline-model-parallel-size"),
+        _number(flags, "--tensor-model-parallel-size"),
+    )
+
+
 def campaign_of(name: str, command: Iterable[str], flags: Mapping[str, Any]) -> Recipe:
     """Return the campaign for a recipe: one loss and one return, drawn from its name."""
-    tp, pp = _number(flags, "--tensor-model-parallel-size"), _number(flags, "--pipeline-model-parallel-size")
+    replicas, pp, tp = _job(flags)
     draw = random.Random(hashlib.blake2b(name.encode()).digest())
-    slot = f"r{draw.randrange(2)}.s{draw.randrange(pp)}.t{draw.randrange(tp)}"
+    slot = f"r{draw.randrange(replicas)}.s{draw.randrange(pp)}.t{draw.randrange(tp)}"
     job = JobSpec(
-        run=("--standalone", f"--nproc-per-node={2 * tp * pp}", SCRIPT, *command, "--ntp-enable"),
+        run=("--standalone", f"--nproc-per-node={replicas * pp * tp}", SCRIPT, *command, "--ntp-enable"),
         environment=(
             *("NTP_CPU=float64", "OMP_NUM_THREADS=1", "PYTHONWARNINGS=ignore"),
             "NTP_PRELOAD=megatron.training.training",
@@ -182,7 +192,7 @@ def main() -> int:
         in_the_way.update(unsupported)
         total, accepted = total + 1, accepted + (not unsupported)
         command = tuple(words_of({"MODEL_ARGS": scaled(flags)}, name))
-        ranks = 2 * _number(flags, "--tensor-model-parallel-size") * _number(flags, "--pipeline-model-parallel-size")
+        ranks = math.prod(_job(flags))
         done = sittings.find(recipe=name)
         wanted = done is not None if only == FINISHED else not only or any(part in name for part in only.split(","))
         if unsupported or not wanted:
