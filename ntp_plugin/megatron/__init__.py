@@ -17,6 +17,8 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     checkpoint_arguments.py  the arguments that Megatron takes from a checkpoint, for these checks
     recipe_file.py      PURE: the command line of a recipe in the form of Megatron-LM's functional tests
     unsupported.py      options that a degraded layout does not support, refused at start
+    unsupported_experts.py  those of layers of experts
+    refusals.py         PURE: a row of such a table
     switched_off.py     options that make a step faster, which a degraded layout leaves out
     degraded_changes.py options that work in a degraded layout, and differently
     flag_table.py       writes the page that has all flags of Megatron's parser
@@ -26,6 +28,9 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     job_shape.py        PURE: what planning needs to know of Megatron's arguments
     batch_schedule.py   which global batch a step has
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
+    padding.py          micro-batches that weigh nothing, so that all replicas of an expert group run alike many
+    router_metrics.py   what routers log of a step, summed over uneven replicas
+    chained.py          Megatron's optimizers of one model as one optimizer of torch
     context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it
     fp8_scales.py       FP8's delayed scaling where replicas run different numbers of micro-batches
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
@@ -38,6 +43,8 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
 
     layers/             Megatron's layers in a degraded layout
         uneven_layers.py     layers of any width from unmodified classes, and how each parameter is cut
+        uneven_experts.py    MoE layers whose slots have any number of experts
+        expert_dispatch.py   sends tokens to experts that are not spread evenly
         latent_attention.py  a gradient of latent attention that Megatron leaves partial
         uneven_sequence.py   sequence parallelism where the width does not divide the sequence
         dropout.py           dropout masks that do not depend on the layout
@@ -52,6 +59,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     checkpoint/         checkpoints of a degraded layout, in Megatron's own format
         checkpoints.py       checkpoints of a degraded layout, equal to those of the nominal one
         lane_checkpoints.py  the distributed optimizer's checkpoint entries, from lane shards
+        expert_checkpoints.py  saves experts that are not spread evenly, in the entries of the nominal layout
         background_writer.py writes the checkpoints of --async-save on a thread of the rank
         save_errors.py       makes an error of the file system known to all ranks, which give the save up together
     live/               a job under `ntp run` that loses ranks during training, and takes them back

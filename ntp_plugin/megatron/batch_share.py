@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 from ntp_plugin.megatron.context_loss import by_nominal_parts
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
+from ntp_plugin.megatron.padding import Padding
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.training.samples import ReplicaSamples, places
 
@@ -53,7 +54,7 @@ class BatchShare:
         return get
 
     def _run(self, run: Any, *, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
-        count = num_microbatches if forward_only else self._job.share.count
+        count = num_microbatches if forward_only else self._job.runs
         total = num_microbatches * self._job.batch.replicas
         if (
             self._job.args.sequence_parallel
@@ -62,6 +63,8 @@ class BatchShare:
             kwargs["seq_length"] = rows.padded
         if not forward_only:
             kwargs["forward_step_func"] = self._weighed(kwargs["forward_step_func"])
+            if count > self._job.share.count:
+                self._pad(kwargs)
         if count:
             with self._of_their_size(kwargs, forward_only=forward_only), self._as_if_of(num_microbatches, kwargs):
                 losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
@@ -78,6 +81,15 @@ class BatchShare:
         if parts == 1 or self._job.args.calculate_per_token_loss:
             return forward_step
         return by_nominal_parts(forward_step, parts)
+
+    def _pad(self, kwargs: dict[str, Any]) -> None:
+        """Have the replica run more micro-batches than it has, for the experts that others send tokens to."""
+        padding, iterators = Padding(self._job.share.count), kwargs["data_iterator"]
+        if isinstance(iterators, list):
+            kwargs["data_iterator"] = [padding.endless(iterator) for iterator in iterators]
+        else:
+            kwargs["data_iterator"] = padding.endless(iterators)
+        kwargs["forward_step_func"] = padding.around(kwargs["forward_step_func"])
 
     @contextlib.contextmanager
     def _of_their_size(self, kwargs: dict[str, Any], *, forward_only: bool) -> Iterator[None]:
@@ -103,7 +115,7 @@ class BatchShare:
             return
         chunks = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
         config = get_model_config(chunks[0])
-        scale, factor = config.grad_scale_func, self._job.share.count / nominal
+        scale, factor = config.grad_scale_func, self._job.runs / nominal
         config.grad_scale_func = lambda loss: loss * factor if scale is None else scale(loss * factor)
         try:
             yield
@@ -186,7 +198,8 @@ class BatchShare:
     def firsts(self, _: int) -> list[int]:
         """Return the first sample of each of this replica's micro-batches in the global batch, for any nominal number
         of them."""
-        return [place * self._job.share.size for place in places(self._job.batch, self._job.share)]
+        found = [place * self._job.share.size for place in places(self._job.batch, self._job.share)]
+        return found + found[-1:] * (self._job.runs - len(found))  # padding repeats the last one
 
     def samples(self, dataset: Any, consumed: int) -> Any:
         """Return the batch sampler of the training set."""

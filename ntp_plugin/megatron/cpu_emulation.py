@@ -270,6 +270,15 @@ def _quiet_fork(logging: Any) -> Any:
     return logging
 
 
+def _counts_as_arrays(_: Any) -> Any:
+    """`maybe_move_tensor_to_cpu`: what Megatron takes off a GPU is a NumPy array afterwards, if it asks for one."""
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return move
+
+
 def _local_norm(_: Any) -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415  (only with CPU emulation)
 
@@ -456,6 +465,11 @@ MEGATRON: tuple[Replacement, ...] = (
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         why="it refuses sequence parallelism; apex has a norm for that, but needs a GPU",
         make=_marked_norm,
+    ),
+    Replacement(
+        target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        why="the numbers of tokens for each expert become an array only where they come from a GPU",
+        make=_counts_as_arrays,
     ),
     Replacement(
         target="megatron.core.datasets.utils:compile_helpers",

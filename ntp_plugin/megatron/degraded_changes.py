@@ -65,6 +65,17 @@ CHANGES: tuple[DegradedChange, ...] = (
         " many of them as divide this number; they run fewer micro-batches",
     ),
     DegradedChange(
+        flag="--num-experts",
+        applies=_given("num_experts"),
+        change="a replica that has lost a slot is left out, and its experts go to the other slots of its expert group;"
+        " replicas of a group run alike many micro-batches, the last ones with weight zero where they have fewer",
+    ),
+    DegradedChange(
+        flag="--moe-token-dispatcher-type",
+        applies=_given("num_experts"),
+        change="an expert group that has lost a slot exchanges its tokens directly, whatever the type",
+    ),
+    DegradedChange(
         flag="--fp8-format",
         applies=lambda args: is_fp8(args) and fp8_recipe(args) == "delayed",
         change="delayed scales follow a replica's own micro-batches within a step, and are evened out over the replicas"

@@ -17,7 +17,8 @@ from typing import Any
 
 from ntp_plugin.megatron import recipe_check
 from ntp_plugin.megatron.degraded_changes import CHANGES
-from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, PLANNED, TABLE, Refusal
+from ntp_plugin.megatron.refusals import Refusal
+from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, PLANNED, TABLE
 
 WORKS, CHANGED, UNSUPPORTED = "works", "works, and changes", "unsupported"
 _ORDER = (UNSUPPORTED, CHANGED, WORKS)
@@ -77,11 +78,17 @@ def _family(leader: str, prefixes: str, *, value: str | None = None) -> FlagFami
 
 
 FAMILIES: tuple[FlagFamily, ...] = (
+    _family("--overlap-moe-expert-parallel-comm", "--ep-overlap- --high-priority-a2a-"),
     _family(
-        "--num-experts",
-        "--moe- --expert- --overlap-moe- --overlap-dispatch- --ep-overlap- --use-grouped-gemm-for-shared-expert"
-        " --high-priority-a2a- --save-tokens-per-expert-",
+        "--moe-token-dispatcher-type",
+        "--moe-flex- --moe-deepep- --moe-hybridep- --moe-ncclep- --moe-permute-fusion-into-",
+        value="flex",
     ),
+    _family("--moe-router-load-balancing-type", "--moe-router-quantile-", value="quantile_balancing"),
+    _family("--moe-router-enable-expert-bias", "--moe-router-bias-update-"),
+    _family("--moe-routing-trace-path", "--moe-routing-trace-"),
+    _family("--moe-paged-stash", "--moe-paged-stash-"),
+    _family("--moe-use-upcycling", "--moe-upcycling-"),
     _family("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"),
     _family("--mtp-num-layers", "--mtp-"),
     _family("--fp8-recipe", "--fp8-output-proj --reuse-grad-buf-for-mxfp8-", value="mxfp8"),
@@ -222,7 +229,7 @@ def page(parser: argparse.ArgumentParser) -> str:
     """Return the page of a parser's flags."""
     base = parser.parse_args([])
     base.save = base.load = "checkpoints"
-    base.fp8 = "hybrid"
+    base.fp8, base.num_experts = "hybrid", 8
     listed, others = [], []
     for group in parser._action_groups:
         statuses = {

@@ -13,14 +13,16 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron import fp8_scales, groups
+from ntp_plugin.megatron import fp8_scales, groups, padding, router_metrics
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
+from ntp_plugin.megatron.checkpoint.expert_checkpoints import ExpertCheckpoints
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
+from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.layout import Layout
@@ -63,10 +65,12 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *of_layers(layers),
         *_sums(sync),
         *(_questions(sync) if job.layout.idle else ()),
+        *(_routers(sync) if job.args.num_experts else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
         *fp8_scales.hooks(job.args),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
+        *(_checkpoints_of_experts(job.layout, layers) if job.args.num_experts else ()),
     )
 
 
@@ -141,6 +145,66 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             why="the cross entropy assumes that all earlier slots are as wide as this one",
             make=layers.vocabulary_range,
             offer=rows,
+        ),
+        *(_experts(UnevenExperts(layers)) if layers.args.num_experts else ()),
+    )
+
+
+def _checkpoints_of_experts(layout: Layout, layers: UnevenLayers) -> tuple[Replacement, ...]:
+    """Return the hooks that save experts where they are."""
+    experts = ExpertCheckpoints(layout, UnevenExperts(layers))
+    return tuple(
+        Replacement(
+            target=f"megatron.core.transformer.moe.experts:{name}.sharded_state_dict",
+            why="it numbers experts as if each rank had as many, and has data-parallel groups decide who writes",
+            make=experts.entries,
+        )
+        for name in ("TEGroupedMLP", "SequentialMLP")
+    )
+
+
+def _experts(experts: UnevenExperts) -> tuple[Replacement, ...]:
+    """Return the hooks that say which experts a slot has."""
+    moe = "megatron.core.transformer.moe"
+    return (
+        Replacement(
+            target=f"{moe}.moe_layer:MoELayer.__init__",
+            why="it divides the experts evenly among the ranks that are left",
+            make=experts.layer,
+        ),
+        *(
+            Replacement(
+                target=f"{moe}.experts:{name}.__init__",
+                why="experts are cut as a whole, and not as an MLP is",
+                make=experts.experts,
+            )
+            for name in ("TEGroupedMLP", "SequentialMLP")
+        ),
+    )
+
+
+def _routers(sync: LaneSync) -> tuple[Replacement, ...]:
+    """Return the hooks that leave out what a router does for micro-batches that weigh nothing, and sum its log."""
+    return (
+        Replacement(
+            target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
+            why="replicas of an expert group run alike many micro-batches, and padding adds nothing to the loss",
+            make=padding.without_padding,
+        ),
+        Replacement(
+            target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+            why="padding is not counted",
+            make=padding.uncounted,
+        ),
+        Replacement(
+            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+            why="padding is not logged",
+            make=padding.uncounted,
+        ),
+        Replacement(
+            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            why="it takes means over replicas that run alike many micro-batches",
+            make=functools.partial(router_metrics.over_all, sync),
         ),
     )
 

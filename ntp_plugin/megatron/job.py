@@ -18,6 +18,7 @@ from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.job_shape import guard_of, taken_together
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
+from ntp_plugin.planning.expert_groups import replicas_beside
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, nominal_batch, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
@@ -74,6 +75,19 @@ class JobPlan:
     def share(self) -> Share:
         """The part of it that this rank's replica computes."""
         return self.shared_out(get_current_global_batch_size())[1]
+
+    @property
+    def runs(self) -> int:
+        """How many micro-batches this rank's replica runs in the step under way. Replicas whose tokens go to the same
+        experts run alike many; those beyond a replica's own weigh nothing."""
+        return self._runs(get_current_global_batch_size())
+
+    def _runs(self, global_batch: int) -> int:
+        layout, topology = self.layout, self.layout.topology
+        if not topology.expert_slots:
+            return self.shared_out(global_batch)[1].count
+        beside = {topology.context_of(replica) for replica in replicas_beside(topology, layout.slot.replica)}
+        return max(share.count for share in self.plan.split_of(global_batch).shares if share.replica in beside)
 
     def batch_at(self, consumed: int) -> tuple[NominalBatch, Share]:
         """Return the same for the step that begins after this number of samples."""

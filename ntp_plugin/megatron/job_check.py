@@ -18,9 +18,10 @@ from ntp_plugin.megatron.batch_schedule import FLAG as SCHEDULE
 from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
-from ntp_plugin.megatron.job_shape import guard_of, taken_together
+from ntp_plugin.megatron.job_shape import expert_slots, guard_of, taken_together
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
+from ntp_plugin.planning.expert_groups import require_whole_groups
 from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, examined, refused
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Topology
@@ -140,13 +141,16 @@ def _topology(args: Any, policy: TrainingPolicy, ranks: StartedRanks) -> Topolog
         gpus_per_node=per_host,
         **known,
     )
-    return Topology.of(parallel)
+    topology = dataclasses.replace(Topology.of(parallel), expert_slots=expert_slots(args))
+    if topology.expert_slots:
+        require_whole_groups(topology)
+    return topology
 
 
 def _assumed_size(args: Any, replica: int) -> int:
     """Return a number of processes that this command line could have: a host of eight, or two replicas, if the global
     batch divides in all of its sizes."""
-    most = max(2, _USUAL_HOST // replica)
+    most = max(2, _USUAL_HOST // replica, 2 * expert_slots(args) // args.tensor_model_parallel_size)
     micro_batches = math.gcd(*(size or 0 for size in batch_schedule(args).sizes)) // (args.micro_batch_size or 1)
     return int(replica * next((count for count in range(most, 0, -1) if micro_batches % count == 0), 1))
 
@@ -230,8 +234,9 @@ def _both_halves(args: Any) -> int:
 
 def _copies(topology: Topology, args: Any, policy: TrainingPolicy) -> CopyPolicy | None:
     """Return how the job copies what its ranks hold, or None if it does not, as a live job decides it."""
-    held_once = args.use_distributed_optimizer or topology.dp == 1 or policy.copies.protect == "all"
-    return policy.copies if held_once and policy.copies.mode != "off" else None
+    are_made = args.use_distributed_optimizer or topology.dp == 1 or topology.expert_slots
+    are_made = are_made or policy.copies.protect == "all"
+    return policy.copies if are_made and policy.copies.mode != "off" else None
 
 
 def _copied(args: Any) -> int:

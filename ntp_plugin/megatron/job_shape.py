@@ -43,6 +43,14 @@ def guard_of(args: Any, limit: float) -> Guard:
     )
 
 
+def expert_slots(args: Any) -> int:
+    """Return how many ranks together hold all experts of a layer once; 0 without experts."""
+    if not args.num_experts:
+        return 0
+    column_parts: int = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return column_parts * int(args.expert_model_parallel_size)
+
+
 def _with_latents(model: Model, args: Any) -> Model:
     return dataclasses.replace(
         model,

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.planning.expert_groups import groups_of, in_group, members
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topology, parse_slots
@@ -117,11 +118,40 @@ class Layout:
 
     def held(self, family: Family) -> Spans:
         """Return the units of a family that this slot holds, in storage order."""
+        if family.is_experts:
+            return lay_out(family, self.topology.expert_slots, self.expert_pattern).holdings[self.expert_place.tp]
         return self.held_by(family)[self.slot.tp]
 
     def held_by(self, family: Family) -> Sequence[Spans]:
         """Return the same for every TP slot of this rank's group; a lost one holds nothing."""
         return lay_out(family, self.topology.tp, self.pattern).holdings
+
+    # ------------------------------------------------ experts
+
+    @property
+    def expert_place(self) -> Slot:
+        """This slot's place in its expert group."""
+        return in_group(self.topology, self.slot)
+
+    @functools.cached_property
+    def expert_pattern(self) -> Pattern:
+        """The places of this rank's expert group that train nothing."""
+        place = self.expert_place
+        return groups_of(self.surviving).pattern(place.replica, place.stage)
+
+    @property
+    def sends_experts_elsewhere(self) -> bool:
+        """Whether experts of this rank's group are on other slots than nominally."""
+        return bool(self.topology.expert_slots and self.expert_pattern)
+
+    @functools.cached_property
+    def reduced_expert_groups(self) -> tuple[tuple[Slot, ...], ...]:
+        """The slots that train of every expert group that has lost some, by stage and group."""
+        if not self.topology.expert_slots:
+            return ()
+        patterns = groups_of(self.surviving).patterns
+        found = (members(self.surviving, group, stage) for group, stage in sorted(patterns))
+        return tuple(slots for slots in found if slots)
 
     def without_lost(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
         """Return groups of nominal ranks as groups of torch ranks, without groups that have lost all ranks."""

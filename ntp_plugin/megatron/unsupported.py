@@ -3,48 +3,21 @@
 A line here promises that nothing is computed wrongly in silence. Whoever builds a feature removes its line.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.refusals import Refusal, above, given, not_built, not_planned
+from ntp_plugin.megatron.unsupported_experts import EXPERTS, EXPERTS_PLANNED
 from ntp_plugin.planning.job_check import UnsupportedOption
 from ntp_plugin.planning.units import default_granule
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """One unsupported option: when it applies, why, and what to do instead."""
-
-    flag: str
-    applies: Callable[[Any], object]
-    why: str
-    fix: str
-
-
-def _above(name: str, bound: float = 1) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, None) or 0) > bound
-
-
-def _given(name: str) -> Callable[[Any], object]:
-    return lambda args: getattr(args, name, None)
 
 
 def _has_checkpoints(args: Any) -> bool:
     """Whether the job may write or read a checkpoint."""
     return any(getattr(args, name, None) for name in ("save", "load", "pretrained_checkpoint"))
-
-
-def _not_built(flag: str, applies: Callable[[Any], object] | None = None, *, fix: str = "") -> Refusal:
-    """Refuse something that could work, and is not built yet."""
-    return Refusal(
-        flag=flag,
-        applies=applies or _given(flag.removeprefix("--").replace("-", "_")),
-        why="is not built yet for replicas of different width",
-        fix=fix or f"leave {flag} out, or start with full-width replicas",
-    )
 
 
 FP8_RECIPES = ("delayed", "tensorwise")
@@ -60,16 +33,6 @@ def fp8_recipe(args: Any) -> str:
     """Return how FP8's tensors are scaled."""
     recipe = args.fp8_recipe
     return str(getattr(recipe, "value", recipe))
-
-
-def _not_planned(flag: str, applies: Callable[[Any], object]) -> Refusal:
-    """Refuse something that works when a running job loses a slot, and not yet in a job that begins without one."""
-    return Refusal(
-        flag=flag,
-        applies=applies,
-        why="is not built yet",
-        fix="start all slots, by ntp run and without --ntp-lost",
-    )
 
 
 _NO_HYBRID_LAYERS = {
@@ -90,7 +53,7 @@ def _pattern(args: Any) -> str:
 
 def _hybrid(symbol: str, name: str) -> Refusal:
     """Refuse layers of a hybrid model that are not built yet."""
-    return _not_built(
+    return not_built(
         f"--hybrid-layer-pattern with {symbol} ({name})",
         lambda args: symbol in _pattern(args),
         fix="a pattern of * (attention) or + (latent attention) and - (MLP), or start with full-width replicas",
@@ -105,30 +68,29 @@ def is_latent(args: Any) -> bool:
 def has_partial_latent_keys(args: Any) -> bool:
     """Whether Megatron leaves a gradient of latent attention partial, which the plugin completes
     (`layers/latent_attention.py`)."""
-    return is_latent(args) and not args.sequence_parallel and _above("tensor_model_parallel_size")(args)
+    return is_latent(args) and not args.sequence_parallel and above("tensor_model_parallel_size")(args)
 
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         flag="--hierarchical-context-parallel-sizes",
-        applies=_given("hierarchical_context_parallel_sizes"),
+        applies=given("hierarchical_context_parallel_sizes"),
         why="divides a context group in two levels of fixed sizes, and a group that has lost a replica is smaller",
         fix="leave it out, with another --cp-comm-type than a2a+p2p",
     ),
     Refusal(
         flag="--context-parallel-size with --ntp-gpu-memory-gb",
-        applies=lambda args: _above("context_parallel_size")(args) and _given("ntp_gpu_memory_gb")(args),
+        applies=lambda args: above("context_parallel_size")(args) and given("ntp_gpu_memory_gb")(args),
         why="plans memory for whole sequences, and a rank has a part of each",
         fix="leave --ntp-gpu-memory-gb out",
     ),
-    _not_built("--expert-model-parallel-size", _above("expert_model_parallel_size")),
-    _not_built("--num-experts"),
-    _not_built("--overlap-param-gather-with-optimizer-step"),
-    _not_built("--pipeline-model-parallel-layout"),
-    _not_built("--pipeline-model-parallel-comm-backend"),
-    _not_built("--use-ring-exchange-p2p"),
-    _not_built("--use-torch-fsdp2"),
-    _not_built("--use-megatron-fsdp"),
+    *EXPERTS,
+    not_built("--overlap-param-gather-with-optimizer-step"),
+    not_built("--pipeline-model-parallel-layout"),
+    not_built("--pipeline-model-parallel-comm-backend"),
+    not_built("--use-ring-exchange-p2p"),
+    not_built("--use-torch-fsdp2"),
+    not_built("--use-megatron-fsdp"),
     Refusal(
         flag="--multi-latent-attention with --transformer-impl local",
         applies=lambda args: is_latent(args) and args.transformer_impl == "local",
@@ -137,41 +99,41 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--mla-down-proj-fusion",
-        applies=_given("mla_down_proj_fusion"),
+        applies=given("mla_down_proj_fusion"),
         why="cuts the two down-projections as one matrix, in parts that depend on the width",
         fix="leave it out",
     ),
     Refusal(
         flag="--cache-mla-latents",
-        applies=_given("cache_mla_latents"),
+        applies=given("cache_mla_latents"),
         why="is for inference: Megatron does not train with it",
         fix="leave it out",
     ),
-    _not_built("--mtp-num-layers"),
+    not_built("--mtp-num-layers"),
     Refusal(
         flag="--fp8-recipe",
         applies=lambda args: is_fp8(args) and fp8_recipe(args) not in FP8_RECIPES,
         why="scales by blocks or by code of yours, which nobody has tried with uneven layers",
         fix="--fp8-recipe delayed or tensorwise",
     ),
-    _not_built("--fp8-param-gather"),
-    _not_built("--first-last-layers-bf16"),
-    _not_built("--no-fp8-wgrad", lambda args: is_fp8(args) and not args.fp8_wgrad),
-    _not_built(
+    not_built("--fp8-param-gather"),
+    not_built("--first-last-layers-bf16"),
+    not_built("--no-fp8-wgrad", lambda args: is_fp8(args) and not args.fp8_wgrad),
+    not_built(
         "--fp8-format with --pipeline-model-parallel-size",
-        lambda args: is_fp8(args) and _above("pipeline_model_parallel_size")(args),
+        lambda args: is_fp8(args) and above("pipeline_model_parallel_size")(args),
     ),
-    _not_built(
+    not_built(
         "--fp8-format with --recompute-granularity",
         lambda args: is_fp8(args) and getattr(args, "recompute_granularity", None),
     ),
-    _not_built("--fp8-format with --multi-latent-attention", lambda args: is_fp8(args) and is_latent(args)),
-    _not_built(
+    not_built("--fp8-format with --multi-latent-attention", lambda args: is_fp8(args) and is_latent(args)),
+    not_built(
         "--fp8-format with --context-parallel-size",
-        lambda args: is_fp8(args) and _above("context_parallel_size")(args),
+        lambda args: is_fp8(args) and above("context_parallel_size")(args),
         fix="--context-parallel-size 1, or leave --fp8-format out",
     ),
-    _not_built("--fp4-format", _given("fp4")),
+    not_built("--fp4-format", given("fp4")),
     Refusal(
         flag="--ckpt-format",
         applies=lambda args: (
@@ -180,39 +142,39 @@ TABLE: tuple[Refusal, ...] = (
         why="is for FSDP, which is not built yet for replicas of different width",
         fix="--ckpt-format torch_dist",
     ),
-    _not_built("--ckpt-convert-format"),
-    _not_built("--load-main-params-from-ckpt"),
+    not_built("--ckpt-convert-format"),
+    not_built("--load-main-params-from-ckpt"),
     Refusal(
         flag="--non-persistent-ckpt-type local",
         applies=lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
         why="needs nvidia_resiliency_ext, whose files fit the layout that wrote them, and nobody has tried it here",
         fix="--non-persistent-ckpt-type global; or copies in memory (--ntp-copies-protect all)",
     ),
-    _not_built("--yaml-cfg"),
-    _not_built("--heterogeneous-layers-config-path"),
-    _not_built("--perform-rl-step"),
-    _not_built("--qk-clip"),
-    _not_built("--sft"),
-    _not_built("--init-model-with-meta-device"),
-    _not_built("--use-precision-aware-optimizer"),
-    _not_built("--optimizer-cpu-offload"),
-    _not_built("--decrease-batch-size-if-needed"),
-    _not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
-    _not_built("--expert-tensor-parallel-num-weight-shards"),
-    _not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
-    _not_built("--enable-cuda-graph"),
-    _not_built("--external-cuda-graph"),
-    _not_built("--optimizer-cuda-graph"),
-    _not_built("--hybrid-context-parallel"),
-    _not_built("--heterogeneous-layers-config-encoded-json"),
-    _not_built("--inprocess-restart"),
-    _not_built("--skip-train"),
-    _not_built("--freeze-all-layers"),
-    _not_built("--experimental-attention-variant"),
+    not_built("--yaml-cfg"),
+    not_built("--heterogeneous-layers-config-path"),
+    not_built("--perform-rl-step"),
+    not_built("--qk-clip"),
+    not_built("--sft"),
+    not_built("--init-model-with-meta-device"),
+    not_built("--use-precision-aware-optimizer"),
+    not_built("--optimizer-cpu-offload"),
+    not_built("--decrease-batch-size-if-needed"),
+    not_built("--tensor-parallel-num-weight-shards", lambda args: args.tensor_parallel_num_weight_shards),
+    not_built("--expert-tensor-parallel-num-weight-shards"),
+    not_built("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") != "none"),
+    not_built("--enable-cuda-graph"),
+    not_built("--external-cuda-graph"),
+    not_built("--optimizer-cuda-graph"),
+    not_built("--hybrid-context-parallel"),
+    not_built("--heterogeneous-layers-config-encoded-json"),
+    not_built("--inprocess-restart"),
+    not_built("--skip-train"),
+    not_built("--freeze-all-layers"),
+    not_built("--experimental-attention-variant"),
     *(
         Refusal(
             flag=f"--save-{what}-interval",
-            applies=_given(f"save_{what}_interval"),
+            applies=given(f"save_{what}_interval"),
             why="writes the parts of one replica as if its slots held even shares",
             fix="leave it out",
         )
@@ -221,7 +183,7 @@ TABLE: tuple[Refusal, ...] = (
     *(
         Refusal(
             flag=flag,
-            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            applies=given(flag.removeprefix("--").replace("-", "_")),
             why="identifies logits by the nominal rank that computed a micro-batch, and here other ranks compute it",
             fix="leave it out, or start with full-width replicas",
         )
@@ -230,7 +192,7 @@ TABLE: tuple[Refusal, ...] = (
     *(
         Refusal(
             flag=flag,
-            applies=_given(flag.removeprefix("--").replace("-", "_")),
+            applies=given(flag.removeprefix("--").replace("-", "_")),
             why="skips as many micro-batches as a full-width replica would have had",
             fix="leave it out, or start with full-width replicas",
         )
@@ -238,7 +200,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--phase-transition-iterations",
-        applies=_given("phase_transition_iterations"),
+        applies=given("phase_transition_iterations"),
         why="numbers the samples of each phase from zero, and loaders here go by those of the whole training",
         fix="leave it out",
     ),
@@ -250,7 +212,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--distribute-saved-activations",
-        applies=_given("distribute_saved_activations"),
+        applies=given("distribute_saved_activations"),
         why="cuts activations into as many even parts as the replica has slots, and they may not divide",
         fix="leave it out",
     ),
@@ -262,19 +224,19 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--ddp-param-name-patterns-for-fp32-local-accumulation",
-        applies=_given("ddp_param_name_patterns_for_fp32_local_accumulation"),
+        applies=given("ddp_param_name_patterns_for_fp32_local_accumulation"),
         why="keeps gradients outside of the buckets that are scaled and summed",
         fix="--accumulate-allreduce-grads-in-fp32",
     ),
     Refusal(
         flag="--ddp-reduce-scatter-with-fp32-accumulation",
-        applies=_given("ddp_reduce_scatter_with_fp32_accumulation"),
+        applies=given("ddp_reduce_scatter_with_fp32_accumulation"),
         why="is a way to sum that lanes do not have: they would sum in the gradients' own precision",
         fix="--accumulate-allreduce-grads-in-fp32",
     ),
     Refusal(
         flag="--lazy-mpu-init",
-        applies=_given("lazy_mpu_init"),
+        applies=given("lazy_mpu_init"),
         why="says that every replica has the nominal width",
         fix="leave it out",
     ),
@@ -285,20 +247,20 @@ TABLE: tuple[Refusal, ...] = (
         fix="leave it out",
     ),
     *(_hybrid(symbol, name) for symbol, name in _NO_HYBRID_LAYERS.items()),
-    _not_built("--use-transformer-engine-op-fuser"),
-    _not_built("--use-te-activation-func"),
-    _not_built("--fused-residual-rmsnorm"),
-    _not_built("--te-rng-tracker"),
-    _not_built("--te-precision-config-file"),
-    _not_built("--delay-wgrad-compute"),
-    _not_built("--symmetric-ar-type"),
-    _not_built("--cpu-offloading-num-layers", _above("cpu_offloading_num_layers", 0)),
-    _not_built("--fine-grained-activation-offloading"),
-    _not_built("--use-kitchen-attention"),
-    _not_built("--transformer-impl inference_optimized", lambda args: args.transformer_impl == "inference_optimized"),
+    not_built("--use-transformer-engine-op-fuser"),
+    not_built("--use-te-activation-func"),
+    not_built("--fused-residual-rmsnorm"),
+    not_built("--te-rng-tracker"),
+    not_built("--te-precision-config-file"),
+    not_built("--delay-wgrad-compute"),
+    not_built("--symmetric-ar-type"),
+    not_built("--cpu-offloading-num-layers", above("cpu_offloading_num_layers", 0)),
+    not_built("--fine-grained-activation-offloading"),
+    not_built("--use-kitchen-attention"),
+    not_built("--transformer-impl inference_optimized", lambda args: args.transformer_impl == "inference_optimized"),
     Refusal(
         flag="--data-parallel-random-init",
-        applies=_given("data_parallel_random_init"),
+        applies=given("data_parallel_random_init"),
         why="sends weights from replica to replica in the order of their bytes, which differs with the width",
         fix="leave it out: all replicas draw the same weights",
     ),
@@ -318,8 +280,9 @@ TABLE: tuple[Refusal, ...] = (
 
 
 PLANNED: tuple[Refusal, ...] = (
-    _not_planned("--context-parallel-size", _above("context_parallel_size")),
-    _not_planned("--use-tp-pp-dp-mapping", _given("use_tp_pp_dp_mapping")),
+    *EXPERTS_PLANNED,
+    not_planned("--context-parallel-size", above("context_parallel_size")),
+    not_planned("--use-tp-pp-dp-mapping", given("use_tp_pp_dp_mapping")),
     Refusal(
         flag="--use-cpu-initialization",
         applies=lambda args: not args.use_cpu_initialization,
@@ -335,13 +298,13 @@ A live job gets a lost slot's units from the others, and not from a draw.
 
 def attention_draws_by_itself(args: Any) -> bool:
     """Whether a kernel of attention draws its own masks, which depend on the layout."""
-    return args.transformer_impl != "local" and _above("attention_dropout", 0)(args)
+    return args.transformer_impl != "local" and above("attention_dropout", 0)(args)
 
 
 EXACT_MASKS: tuple[Refusal, ...] = (
     Refusal(
         flag="--mtp-num-layers",
-        applies=_given("mtp_num_layers"),
+        applies=given("mtp_num_layers"),
         why="numbers its layers from one again, so they would have the masks of others",
         fix="leave it out",
     ),
@@ -369,7 +332,7 @@ _DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
     """Whether the job has dropouts, and the plugin draws their masks."""
-    if not (policy.enabled and any(_above(name, 0)(args) for name in _DROPOUTS)):
+    if not (policy.enabled and any(above(name, 0)(args) for name in _DROPOUTS)):
         return False
     return policy.dropout == "exact" or (policy.dropout == "auto" and not list(_no_exact_masks(args)))
 
@@ -377,7 +340,7 @@ def draws_exact_masks(args: Any, policy: TrainingPolicy) -> bool:
 LIVE: tuple[Refusal, ...] = (
     Refusal(
         flag="--log-straggler",
-        applies=_given("log_straggler"),
+        applies=given("log_straggler"),
         why="gathers the times of all ranks on the process that began as rank 0: without it the log raises and ends the"
         " job, and a process that rejoins does not know whether the detector has been switched off",
         fix="leave it out; the record has the time of each step by slot (`ntp report`)",
@@ -461,7 +424,7 @@ def _no_exact_masks(args: Any) -> Iterator[UnsupportedOption]:
 
 def _other_masks(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
     for name in _DROPOUTS:
-        if _above(name, 0)(args) and policy.dropout != "exact" and not draws_exact_masks(args, policy):
+        if above(name, 0)(args) and policy.dropout != "exact" and not draws_exact_masks(args, policy):
             flag = "--" + name.replace("_", "-")
             yield UnsupportedOption(
                 flag=flag,

@@ -10,6 +10,7 @@ facts, in whatever order the losses came.
     units.py            which tensors are sharded, along which dim, in which units
     shard_layout.py     which slot of a group holds which units
     lanes.py            which ranks reduce which units together: the direct route
+    expert_groups.py    which slot holds which experts, and which slots sum their gradients
     core_route.py       the other route, over core slots inside each scale-up domain
     routes.py           the cost of each route, and the choice between them
     pace.py             the time of a micro-batch on a layout

@@ -206,8 +206,9 @@ def _too_narrow(situation: Situation, policy: ActionPolicy) -> str:
     degraded = {slot.replica for slot in situation.lost}
     if not surviving.dropped >= degraded:
         return ""
-    if situation.topology.cp > 1:
-        return "a replica of a context group keeps its full width"
+    if not situation.topology.narrows:
+        of = "of a context group" if situation.topology.cp > 1 else "with experts"
+        return f"a replica {of} keeps its full width"
     return f"narrower than min_tp_width = {policy.min_tp_width}"
 
 

@@ -32,14 +32,15 @@ def as_allowed(nominal: Nominal) -> Nominal:
 
     Refuses a policy that allows nothing.
     """
-    forbid, contexts = _policy(nominal).forbid, nominal.topology.cp > 1
-    none_left = DROP_REPLICA in forbid and (contexts or REDUCE_TP in forbid)
+    forbid, narrows = _policy(nominal).forbid, nominal.topology.narrows
+    none_left = DROP_REPLICA in forbid and (not narrows or REDUCE_TP in forbid)
     if none_left and nominal.policy.actions.restart_s is None:
-        what = "drop-replica is forbidden, a replica of a context group cannot be narrowed" if contexts else ""
+        of = "of a context group" if nominal.topology.cp > 1 else "with experts"
+        what = "" if narrows else f"drop-replica is forbidden, a replica {of} cannot be narrowed"
         raise ConfigError(
             f"{what or 'reduce-tp and drop-replica are forbidden'}, and restart_s is not set: no action after a loss is"
             " possible",
-            fix=f"allow {'drop-replica' if contexts else 'one of them'}, or set restart_s to the duration of a restart",
+            fix=f"allow {'one of them' if narrows else 'drop-replica'}, or set restart_s to the duration of a restart",
         )
     if REDUCE_TP not in forbid:
         return nominal

@@ -27,7 +27,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 5
+FORMAT = 6
 """Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
 
 

@@ -50,6 +50,8 @@ def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
     assert survivors, "a group without survivors has no layout"
     if not pattern:
         holdings = nominal
+    elif family.is_experts:
+        holdings = _of_one_number(family, tp, pattern)
     elif family.contiguous:
         cut = dict(zip(survivors, sp.even_cut(((0, family.units),), len(survivors)), strict=True))
         holdings = [cut.get(slot, ()) for slot in range(tp)]
@@ -59,6 +61,21 @@ def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
         assert not dealt.left, "the survivors have room for every unit"
         holdings = [sp.joined((*dealt.kept.get(slot, ()), *dealt.dealt.get(slot, ()))) for slot in range(tp)]
     return FamilyLayout(family=family, pattern=pattern, holdings=tuple(holdings))
+
+
+def _of_one_number(family: Family, places: int, pattern: Pattern) -> list[Spans]:
+    """Experts of all numbers are dealt together, so that no slot gets many more than others."""
+    each = family.each
+    together = lay_out(Family(name="experts", units=places * each), places, pattern)
+    return [
+        sp.joined(
+            (unit // each, unit // each + 1)
+            for start, stop in units
+            for unit in range(start, stop)
+            if unit % each == family.number
+        )
+        for units in together.holdings
+    ]
 
 
 def slot_elements(units: StageUnits, tp: int, pattern: Pattern) -> list[int]:

@@ -10,15 +10,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from ntp_plugin.config.sections import CopyPolicy
-from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter
+from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
 from ntp_plugin.planning.actions import RESTART
 from ntp_plugin.planning.copy_placement import Placement, place_copies
 from ntp_plugin.planning.decision import decide, in_lines
+from ntp_plugin.planning.expert_groups import alike_in_experts
 from ntp_plugin.planning.parity_groups import ParityGroups, share_parities
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.shard_layout import slot_elements
-from ntp_plugin.planning.topology import WHOLE, Slot, Topology
-from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, plan_block_deals, plan_transfers
+from ntp_plugin.planning.topology import WHOLE, Slot, SurvivingReplicas, Topology
+from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, copy_reader, plan_block_deals, plan_transfers
 
 MOST = 48
 """Most losses of one kind that are planned: with more, a large job takes longer than a user waits."""
@@ -225,6 +226,8 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
         raise BelowMinimum("all ranks are lost", fix="more hosts (--nnodes), and more than one replica")
     after = nominal.surviving(lost)
     after.require_a_replica()
+    if nominal.topology.expert_slots:
+        return {COPIES} if _require_copies(nominal, copies, after) else {NOTHING_MOVES}
     change = Change(
         before=nominal.surviving(frozenset()),
         after=after,
@@ -240,6 +243,30 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
     if from_copies and nominal.state.distributed_optimizer:
         return {COPIES}  # all ranks go back to the step of the copies, weights too
     return ({OTHER_RANKS} if from_ranks else set()) | ({COPIES} if from_copies else set())
+
+
+def _require_copies(
+    nominal: Nominal, copies: Placement | ParityGroups | None, after: SurvivingReplicas
+) -> frozenset[Slot]:
+    """Return the lost slots of a job with experts; raises `StateLost` unless what each of them held is copied, or some
+    other slot holds the same."""
+    change = Change(
+        before=nominal.surviving(frozenset()), after=after, units=nominal.units, state=nominal.state, copies=copies
+    )
+    for slot in sorted(after.lost):
+        alike = [slot] if nominal.state.distributed_optimizer else alike_in_experts(nominal.topology, slot)
+        if not any(copy_reader(change, other) or other not in after.lost for other in alike):
+            raise StateLost(
+                f"the experts of {slot} are held by no living slot, and copies of them are "
+                + ("off" if copies is None else "on lost hosts"),
+                fix="set copies.mode to copy" if copies is None else "set copies.far to a wider domain",
+            )
+    if copies is None and after.lost:
+        raise StateLost(
+            "a job with experts restores what a lost slot held from copies, and copies are off",
+            fix="leave copies.mode = off out",
+        )
+    return after.lost
 
 
 def _plan(nominal: Nominal, lost: frozenset[Slot]) -> RecoveryPlan:

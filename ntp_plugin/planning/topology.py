@@ -50,6 +50,7 @@ class Topology:
         dp: The replicas, each with all weights: in Megatron's words, its data-parallel degree times `cp`.
         cp: The replicas of a context group.
         dp_last: Whether ranks are numbered by stages before context groups.
+        expert_slots: The ranks of an expert group (`expert_groups.py`); 0 without experts.
     """
 
     tp: int
@@ -60,6 +61,7 @@ class Topology:
     racks_per_power_row: int
     cp: int = 1
     dp_last: bool = False
+    expert_slots: int = 0
 
     @classmethod
     def of(cls, parallel: Parallel) -> "Topology":
@@ -100,6 +102,12 @@ class Topology:
         """The layout as people write it: TP8 x PP2 x DP4, with CP before DP where there is some."""
         contexts = f"CP{self.cp} x " if self.cp > 1 else ""
         return f"TP{self.tp} x PP{self.pp} x {contexts}DP{self.contexts}"
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a replica that has lost a slot may go on with the others. One that shares sequences with other
+        replicas, or sends tokens to experts, keeps its full width."""
+        return self.cp == 1 and not self.expert_slots
 
     @property
     def contexts(self) -> int:
@@ -163,8 +171,8 @@ class SurvivingReplicas:
 
     @property
     def narrowest(self) -> int:
-        """The width below which a replica is dropped: in a context group, any but the full one."""
-        return self.min_tp_width if self.topology.cp == 1 else self.topology.tp
+        """The width below which a replica is dropped."""
+        return self.min_tp_width if self.topology.narrows else self.topology.tp
 
     @functools.cached_property
     def patterns(self) -> Mapping[tuple[int, int], Pattern]:
@@ -250,8 +258,9 @@ class SurvivingReplicas:
                 for replica in range(self.topology.dp)
             )
             needs, fix = f"min_tp_width is {self.min_tp_width}", "lower min_tp_width, bring slots back, or"
-            if self.topology.cp > 1:
-                needs, fix = "with context parallelism a replica needs all of them", "bring slots back, or"
+            if not self.topology.narrows:
+                why = "context parallelism" if self.topology.cp > 1 else "experts"
+                needs, fix = f"with {why} a replica needs all of them", "bring slots back, or"
             raise BelowMinimum(
                 f"no replica is left: the best of {self.topology.dp} has a stage with {widest} of {self.topology.tp} "
                 f"TP slots, and {needs}",

@@ -123,7 +123,7 @@ def plan_block_deals(change: Change) -> tuple[BlockDeal, ...]:
     before, after = change.before, change.after
     deals = []
     for slot, elements in _slots_of(before, after.dropped - before.dropped, change.units):
-        source = (slot, PEER) if slot not in after.lost else _copy_reader(change, slot)
+        source = (slot, PEER) if slot not in after.lost else copy_reader(change, slot)
         if source is None:
             raise _state_lost(change, slot, "optimizer", copied=True, units="its blocks of all tensors")
         size = -(-elements * change.state.optimizer_bytes // len(before.replicas))
@@ -270,13 +270,13 @@ def _held_by(change: Change, replica: int, need: _Need) -> Iterator[tuple[Span, 
 def _from_copy(change: Change, need: _Need, span: Span) -> _Source:
     copied = need.what == "optimizer" or change.protect_all or len(change.before.replicas) == 1
     of = need.target if need.holder is None else dataclasses.replace(need.target, tp=need.holder)
-    found = _copy_reader(change, of) if copied and need.holder is not None else None
+    found = copy_reader(change, of) if copied and need.holder is not None else None
     if found is None:
         raise _state_lost(change, of, need.what, copied=copied, units=_described(change, need, span))
     return _Source(slot=found[0], origin=found[1], span=span, of=of)
 
 
-def _copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
+def copy_reader(change: Change, of: Slot) -> tuple[Slot, str] | None:
     """A living slot on a host with a copy of a slot's shard, and which copy that is."""
     if change.copies is None:
         return None

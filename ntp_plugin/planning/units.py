@@ -23,11 +23,21 @@ ATTENTION, MLP, VOCABULARY = "attention", "mlp", "vocabulary"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Units that are laid out together. A contiguous family is cut anew in order; the others are kept and dealt."""
+    """Units that are laid out together. A contiguous family is cut anew in order; the others are kept and dealt.
+
+    Experts are laid out over the slots of an expert group (`expert_groups.py`): the family of those with this `number`
+    among the `each` experts that a slot nominally has.
+    """
 
     name: str
     units: int
     contiguous: bool = False
+    number: int = 0
+    each: int = 0
+
+    @property
+    def is_experts(self) -> bool:
+        return self.each > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +77,15 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageUnits:
-    """The content of one pipeline stage. `flops` is per token and unit, forward; only ratios of it are used."""
+    """The content of one pipeline stage. `flops` is per token and unit, forward; only ratios of it are used.
+
+    `families` are laid out over the TP slots of a replica, and `experts` over the slots of an expert group.
+    """
 
     families: tuple[Family, ...]
     tensors: tuple[tuple[Tensor, int], ...]
     flops: tuple[int, ...]
+    experts: tuple[Family, ...] = ()
 
     @functools.cached_property
     def elements_per_unit(self) -> dict[str, int]:

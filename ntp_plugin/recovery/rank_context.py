@@ -13,6 +13,7 @@ import ntp_plugin
 from ntp_plugin.config.sections import Parallel, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.membership.protocol import MemberId, View
+from ntp_plugin.planning.expert_groups import require_whole_groups
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.telemetry import Began
 from ntp_plugin.telemetry.whereabouts import here
@@ -74,7 +75,14 @@ class RankContext:
         return hmac.digest(self.token.encode(), message, "sha256").hex()
 
     def topology(
-        self, policy: TrainingPolicy, *, tp: int = 1, pp: int = 1, cp: int = 1, dp_last: bool = False
+        self,
+        policy: TrainingPolicy,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        dp_last: bool = False,
+        expert_slots: int = 0,
     ) -> Topology:
         """The nominal layout of the job, and its hosts."""
         each = tp * pp * cp
@@ -88,7 +96,10 @@ class RankContext:
         parallel = Parallel(
             tp=tp, pp=pp, cp=cp, dp=self.slots // each, dp_last=dp_last, gpus_per_node=self.per_host, **known
         )
-        return Topology.of(parallel)
+        topology = dataclasses.replace(Topology.of(parallel), expert_slots=expert_slots)
+        if expert_slots:
+            require_whole_groups(topology)
+        return topology
 
     def beginning(
         self, policy: TrainingPolicy, topology: Topology, *, micro_batches: int, framework: Mapping[str, str]

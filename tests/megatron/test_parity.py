@@ -125,4 +125,4 @@ def test_a_nominal_layout_runs_stock_megatron():
     assert {rank: seen.collectives for rank, seen in on.items()} == {
         rank: seen.collectives for rank, seen in off.items()
     }
-    assert replica_digests(on).keys() == {0, 1}
+    assert replica_digests(on).keys() == {("replica", 0), ("replica", 1)}

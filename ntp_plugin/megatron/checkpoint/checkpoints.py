@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.training import checkpointing, get_args
 
 from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.checkpoint.expert_checkpoints import is_of_experts
 from ntp_plugin.megatron.layers.uneven_layers import cut_of
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
@@ -122,8 +123,11 @@ class CheckpointHooks:
 
     def recut(self, state: dict[str, Entry]) -> dict[str, Entry]:
         """Return the entries of a model, cut by units, each with the replica that writes it."""
-        writers = self._writers(list(state.values()))
-        return {name: self._entry(entry, writer) for (name, entry), writer in zip(state.items(), writers, strict=True)}
+        others = {name: entry for name, entry in state.items() if not is_of_experts(entry)}
+        writers = self._writers(list(others.values()))
+        return state | {
+            name: self._entry(entry, writer) for (name, entry), writer in zip(others.items(), writers, strict=True)
+        }
 
     def _entry(self, entry: Entry, writer: int) -> Entry:
         place = self._replicas.index(self._layout.slot.replica)

@@ -12,7 +12,7 @@ read, as it does in Megatron.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from ntp_plugin.errors import Refused
-from ntp_plugin.megatron.reduction.lane_sync import LaneSync
-from ntp_plugin.reduction.sharded_optimizer import LaneShard
+from ntp_plugin.reduction.sharded_optimizer import LaneShard, LaneShards
 from ntp_plugin.training.optimizers import Numbers, element_wise
 
 FORMAT = "fully_reshardable"
@@ -48,8 +47,9 @@ def in_parameter_shapes(original: Any) -> Any:
 class LaneCheckpoints:
     """Replaces the saving and loading of Megatron's optimizer on lane shards."""
 
-    def __init__(self, sync: LaneSync, optimizer: Any) -> None:
-        self._sync, self._optimizer = sync, optimizer
+    def __init__(self, parameters: Mapping[str, Any], lanes: Sequence[LaneShards], optimizer: Any) -> None:
+        """`parameters` are those that the optimizer steps, as shards of these lanes."""
+        self._parameters, self._lanes, self._optimizer = parameters, lanes, optimizer
         self._inner = optimizer.optimizer
         self._known = element_wise(self._inner)
 
@@ -82,7 +82,7 @@ class LaneCheckpoints:
         values = {kind: self._in_shapes(kind, empty=is_loading) for kind in self._all_kinds()}
         state = {
             number: {kind: _as(by_parameter[id(parameter)], kind, values[kind][name]) for kind in values}
-            for number, (name, parameter) in enumerate(self._sync.parameters.items())
+            for number, (name, parameter) in enumerate(self._parameters.items())
         }
         scaler = getattr(self._optimizer, "grad_scaler", None)
         loss_scale = {"grad_scaler": scaler.state_dict()} if scaler is not None else {}
@@ -93,11 +93,11 @@ class LaneCheckpoints:
         steps = self._set_options(state_dict["optimizer"]["param_groups"])
         if "grad_scaler" in state_dict and getattr(self._optimizer, "grad_scaler", None) is not None:
             self._optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        names = list(self._sync.parameters)
+        names = list(self._parameters)
         for kind in self._all_kinds():
             tensors = {names[int(number)]: entry[kind] for number, entry in state_dict["param_state"].items()}
             with torch.no_grad():
-                for lanes in self._sync.shards:
+                for lanes in self._lanes:
                     for shard, values in lanes.cut(tensors):
                         self._values(kind, shard).copy_(values)
         if "step" in self._known.kept:  # Megatron's own preparation of torch's Adam leaves it out
@@ -115,12 +115,12 @@ class LaneCheckpoints:
         return values
 
     def _in_shapes(self, kind: str, *, empty: bool) -> dict[str, torch.Tensor]:
-        dtype = next((self._values(kind, shard).dtype for lanes in self._sync.shards for shard in lanes), torch.float32)
+        dtype = next((self._values(kind, shard).dtype for lanes in self._lanes for shard in lanes), torch.float32)
         tensors = {
             name: torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            for name, parameter in self._sync.parameters.items()
+            for name, parameter in self._parameters.items()
         }
-        for lanes in self._sync.shards if not empty else ():
+        for lanes in self._lanes if not empty else ():
             lanes.gather(functools.partial(self._values, kind), tensors)
         return tensors
 

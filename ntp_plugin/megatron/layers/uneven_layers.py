@@ -47,9 +47,10 @@ class UnevenLayers:
     """Replaces the constructors of Megatron's layers."""
 
     def __init__(self, layout: Layout, args: Any, *, granule: int | None) -> None:
-        self._layout, self._args, self._granule = layout, args, granule
+        self.layout, self.args, self._granule = layout, args, granule
         self._open: Family | None = None
         self._vocabulary: Family | None = None
+        self._as_they_are = False
 
     # ------------------------------------------------ constructors
 
@@ -63,7 +64,7 @@ class UnevenLayers:
             virtual = copy.copy(config)
             virtual.num_query_groups = self._virtual(family)
             virtual.num_attention_heads = self._virtual(family) * (config.num_attention_heads // groups)
-            virtual.tensor_model_parallel_size = self._layout.width  # TransformerEngine's layers divide by it
+            virtual.tensor_model_parallel_size = self.layout.width  # TransformerEngine's layers divide by it
             with self._cutting(family):
                 original(module, virtual, *args, **kwargs)
             _require_whole_latents(module)
@@ -76,7 +77,10 @@ class UnevenLayers:
 
         @functools.wraps(original)
         def init(module: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-            columns, tp = config.ffn_hidden_size, self._layout.topology.tp
+            if self._as_they_are:
+                original(module, config, *args, **kwargs)
+                return
+            columns, tp = config.ffn_hidden_size, self.layout.topology.tp
             granule = default_granule(columns, tp) if self._granule is None else self._granule
             if columns % (granule * tp):
                 raise Refused(
@@ -86,7 +90,7 @@ class UnevenLayers:
             family = self._family(MLP, columns // granule, label=columns)
             virtual = copy.copy(config)
             virtual.ffn_hidden_size = self._virtual(family) * granule
-            virtual.tensor_model_parallel_size = self._layout.width
+            virtual.tensor_model_parallel_size = self.layout.width
             if kwargs.get("ffn_hidden_size") is not None:
                 assert kwargs["ffn_hidden_size"] == columns, "both layers of an MLP are as wide"
                 kwargs["ffn_hidden_size"] = virtual.ffn_hidden_size
@@ -104,7 +108,7 @@ class UnevenLayers:
             family = self._vocabulary = self._vocabulary_of(num_embeddings)
             with self._cutting(family):
                 original(module, self._virtual(family), *args, **kwargs)
-            ((module.vocab_start_index, module.vocab_end_index),) = self._layout.held(family)
+            ((module.vocab_start_index, module.vocab_end_index),) = self.layout.held(family)
             module.num_embeddings = num_embeddings
             self._describe(module, family)
 
@@ -115,10 +119,10 @@ class UnevenLayers:
 
         @functools.wraps(original)
         def init(module: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
-            if self._open is not None:
+            if self._open is not None or self._as_they_are:
                 original(module, input_size, output_size, *args, **kwargs)
                 return
-            family = self._vocabulary or self._vocabulary_of(self._args.padded_vocab_size)
+            family = self._vocabulary or self._vocabulary_of(self.args.padded_vocab_size)
             if output_size != family.units:
                 raise _unknown(f"a column-parallel layer with {output_size} rows")
             self._vocabulary = family
@@ -133,7 +137,7 @@ class UnevenLayers:
 
         @functools.wraps(original)
         def init(module: Any, input_size: int, *args: Any, **kwargs: Any) -> None:
-            if self._open is None:
+            if self._open is None and not self._as_they_are:
                 raise _unknown(f"a row-parallel layer with {input_size} columns")
             original(module, input_size, *args, **kwargs)
 
@@ -147,8 +151,8 @@ class UnevenLayers:
         def vocabulary_range(rows: int, rank: int, width: int) -> tuple[int, int]:
             family = self._open or self._vocabulary
             assert family is not None and family.contiguous, "nothing else is found by its first row"
-            assert width == self._layout.width, "rows are looked for in this rank's group"
-            ((start, stop),) = self._layout.held_by(family)[self._layout.survivors[rank]]
+            assert width == self.layout.width, "rows are looked for in this rank's group"
+            ((start, stop),) = self.layout.held_by(family)[self.layout.survivors[rank]]
             assert rows == stop - start, "a rank asks for its own rows"
             return start, stop
 
@@ -159,6 +163,10 @@ class UnevenLayers:
 
         @functools.wraps(original)
         def initialize(weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._as_they_are:
+                if not weight.is_meta:
+                    original(weight, *args, **kwargs)
+                return
             _outputs, _inputs, _part, dim, *rest = args
             assert self._open is not None, "a parallel weight belongs to a family"
             stride = kwargs.get("stride", 1)
@@ -169,7 +177,7 @@ class UnevenLayers:
             whole = torch.empty(cut.shape, dtype=weight.dtype)
             kwargs |= {"rank": 0, "world_size": 1, "skip_set_tensor_parallel_attributes": True}
             original(whole, *cut.shape, cut.shape[dim], dim, *rest, **kwargs)
-            parts = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self._layout.held(self._open))]
+            parts = [whole.narrow(dim, a, b - a) for a, b in cut.local_index(self.layout.held(self._open))]
             weight.data.copy_(torch.cat(parts, dim))
             if not is_marked:
                 set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=stride)
@@ -186,7 +194,7 @@ class UnevenLayers:
         return Family(name=VOCABULARY, units=rows, contiguous=True)
 
     def _virtual(self, family: Family) -> int:
-        return sp.size(self._layout.held(family)) * self._layout.width
+        return sp.size(self.layout.held(family)) * self.layout.width
 
     @contextlib.contextmanager
     def _cutting(self, family: Family) -> Iterator[None]:
@@ -197,9 +205,18 @@ class UnevenLayers:
         finally:
             self._open = None
 
+    @contextlib.contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """Leave the layers that are built here alone: those of an expert, which is cut as a whole."""
+        self._as_they_are = True
+        try:
+            yield
+        finally:
+            self._as_they_are = False
+
     def _cut(self, family: Family, local: tuple[int, ...], dim: int, stride: int) -> Tensor:
         """Return the whole tensor of which the slot holds a part with this shape."""
-        unit, rest = divmod(local[dim], stride * sp.size(self._layout.held(family)))
+        unit, rest = divmod(local[dim], stride * sp.size(self.layout.held(family)))
         assert not rest, f"a part of {tuple(local)} is not made of whole units of {family.name}"
         runs = tuple(Run(start=run * unit * family.units, unit_size=unit) for run in range(stride))
         shape = (*local[:dim], unit * family.units * stride, *local[dim + 1 :])
@@ -211,7 +228,7 @@ class UnevenLayers:
         for parameter in module.parameters():
             if getattr(parameter, "tensor_model_parallel", False):
                 cut = self._cut(family, parameter.shape, parameter.partition_dim, parameter.partition_stride)  # type: ignore[attr-defined]
-                setattr(parameter, _CUT, (cut, family))
+                set_cut(parameter, cut, family)
 
 
 def _mark(layer: torch.nn.Module) -> None:
@@ -225,6 +242,11 @@ def _mark(layer: torch.nn.Module) -> None:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
             parameter.partition_dim = dim  # type: ignore[attr-defined]
             parameter.partition_stride = getattr(parameter, "partition_stride", 1)  # type: ignore[attr-defined]
+
+
+def set_cut(parameter: torch.nn.Parameter, whole: Tensor, family: Family) -> None:
+    """Say of which whole tensor a parameter is a part."""
+    setattr(parameter, _CUT, (whole, family))
 
 
 def cut_of(parameter: Any) -> tuple[Tensor, Family] | None:
@@ -281,10 +303,12 @@ def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: 
             family = dataclasses.replace(family, name=SHARED)
         families[family.name] = family
         tensors.append(Tensor(name=name, shape=part.shape, family=family.name, dim=part.dim, runs=part.runs))
+    of_slots = [family for family in families.values() if not family.is_experts]
     return StageUnits(
-        families=tuple(families.values()),
+        families=tuple(of_slots),
         tensors=tuple((tensor, 1) for tensor in tensors),
-        flops=tuple(_flops(family, tensors, sequence, last=last) for family in families.values()),
+        flops=tuple(_flops(family, tensors, sequence, last=last) for family in of_slots),
+        experts=tuple(family for family in families.values() if family.is_experts),
     )
 
 

@@ -171,6 +171,11 @@ def _between(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda original: _left_out(job.loop, _by_those_who_train(job, original)),
         ),
         Replacement(
+            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+            why="the log sums the losses of routers; a loss may keep some ranks from it, and idle ranks have none",
+            make=lambda original: _left_out(loop, _by_those_who_have_some(job, original), _nothing_of_routers),
+        ),
+        Replacement(
             target=f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
             why="the log asks for a learning rate that all ranks share",
             make=lambda original: _left_out(loop, original, lambda stat, *_, **__: stat),
@@ -332,6 +337,21 @@ def _by_those_who_train(job: "MegatronJob", original: Any) -> Any:
         return (sync.parameters_norm(original) if sync else original)(*args, **kwargs)
 
     return norm
+
+
+def _by_those_who_have_some(job: "MegatronJob", original: Any) -> Any:
+    """`MoEMetricsTracker.report`, of the ranks that train."""
+
+    @functools.wraps(original)
+    def report(tracker: Any, *args: Any, **kwargs: Any) -> str:
+        return "" if job.trainer.idle else str(original(tracker, *args, **kwargs))
+
+    return report
+
+
+def _nothing_of_routers(tracker: Any, *_: Any, **__: Any) -> str:
+    tracker.clear()
+    return ""
 
 
 def _left_out(loop: Loop, original: Any, instead: Any = lambda *_, **__: None) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ntp_plugin.megatron.chained import parts_of
+
 
 class LossScale:
     """Replaces the update of Megatron's loss scaler."""
@@ -56,7 +58,7 @@ def set_numbers(optimizer: Any, numbers: Mapping[str, float]) -> None:
 
 
 def _scalers(optimizer: Any) -> Iterator[Any]:
-    """Yield the loss scaler of Megatron's only optimizer, if it has one."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    """Yield the loss scalers of Megatron's optimizers."""
+    for part in parts_of(optimizer):
         if getattr(part, "grad_scaler", None) is not None:
             yield part.grad_scaler

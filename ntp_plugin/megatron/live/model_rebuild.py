@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
 from ntp_plugin.megatron.layers.dropout import ExactDropout
+from ntp_plugin.megatron.layers.uneven_experts import NominalGroup
 from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
 from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.reduction.lane_sync import bare
@@ -107,6 +108,7 @@ class ModelRebuild:
         """Have DDP make its buffers, buckets and hooks again, for the current parameters."""
         for ddp, args, kwargs in self._wrapped:
             ddp.grad_accs, ddp.buffers, ddp.bucket_groups, ddp.param_to_bucket_group = [], [], [], {}
+            ddp.expert_parallel_buffers, ddp.expert_parallel_bucket_groups = [], []
             training, waiting = ddp.training, forward_waits(ddp)
             set_forward_waits(ddp, waits=False)
             for parameter in ddp.module.parameters():
@@ -169,6 +171,12 @@ _WHILE_BUILT = {
 """With these, Megatron names no other device, sums no embeddings over stages, and draws nothing."""
 
 
+_CALLED_IN_A_STEP = (
+    *("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
+)
+"""What a configuration refers to of the job; some layers copy their configuration with all that it refers to."""
+
+
 @contextlib.contextmanager
 def _on_its_own(*configured: Any) -> Iterator[None]:
     """Build on the meta device without other ranks, and without changes to the generators.
@@ -176,9 +184,10 @@ def _on_its_own(*configured: Any) -> Iterator[None]:
     TransformerEngine's layers name a device of their own.
     """
     state = torch.get_rng_state()
-    before = [{key: getattr(one, key) for key in _WHILE_BUILT} for one in configured]
-    for one in configured:
-        vars(one).update(_WHILE_BUILT)
+    hidden = dict.fromkeys(_CALLED_IN_A_STEP)
+    before = [{key: value for key, value in vars(one).items() if key in {*_WHILE_BUILT, *hidden}} for one in configured]
+    for one, was in zip(configured, before, strict=True):
+        vars(one).update({key: value for key, value in (_WHILE_BUILT | hidden).items() if key in was})
     device_of = te._get_extra_te_kwargs
     te._get_extra_te_kwargs = lambda config: device_of(config) | {"device": "meta"}
     try:
@@ -197,7 +206,7 @@ def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[
             continue
         if type(value) is type(built):
             setattr(module, key, _as_changed(real, built, value))
-        elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup):
+        elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup | NominalGroup):
             setattr(module, key, value)
 
 

@@ -45,7 +45,7 @@ class NextPlan:
             reported = {rank: json.loads(report.held) for rank, report in agreed.reports.items()}
             return self._make(agreed, reported, known, copies)
         except BelowMinimum as found:
-            narrower = "" if self.nominal.topology.cp > 1 else f", or {self._narrower()}"
+            narrower = f", or {self._narrower()}" if self.nominal.topology.narrows else ""
             raise BelowMinimum(found.what, fix=f"{restart(self._args)}{narrower}") from found
         except StateLost as found:
             raise StateLost(found.what, fix=f"{restart(self._args)}; before the next run: {found.fix}") from found

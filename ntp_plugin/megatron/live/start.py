@@ -19,6 +19,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches, upda
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.megatron.hooks import nominal_firsts, of_latent_attention, of_masks
+from ntp_plugin.megatron.job_shape import expert_slots
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.failed_save import require_saved
@@ -158,6 +159,11 @@ class MegatronJob:
                 "--use-distributed-optimizer: a lost rank takes its part of the optimizer's state with it, and copies"
                 " are off (--ntp-copies-mode), so a loss will end this job"
             )
+        elif self.topology.expert_slots:
+            _LOG.warning(
+                "--num-experts: what a lost rank held is restored from copies, and copies are off (--ntp-copies-mode),"
+                " so a loss will end this job"
+            )
         elif self.topology.dp == 1:
             _LOG.warning(
                 "there is one replica, so no other rank holds what a lost rank held, and copies are off"
@@ -230,6 +236,7 @@ def _topology(place: RankContext, policy: TrainingPolicy, args: Any) -> Topology
         pp=args.pipeline_model_parallel_size,
         cp=args.context_parallel_size,
         dp_last=bool(args.use_tp_pp_dp_mapping),
+        expert_slots=expert_slots(args),
     )
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ntp_plugin.copies.replicator import Part
 from ntp_plugin.copies.slices import TensorSlice
-from ntp_plugin.errors import Refused
 from ntp_plugin.megatron import hooks
+from ntp_plugin.megatron.chained import of_torch, parts_of
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
@@ -42,7 +42,7 @@ class TrainedState:
     ) -> None:
         self._model_rebuild, self._units, self._sharded = model_rebuild, units, sharded
         mains = _mains(model_rebuild.optimizer, parameters)
-        self.live = ShardedState(parameters, model_rebuild.optimizer.optimizer, mains=mains, joiner=joiner)
+        self.live = ShardedState(parameters, of_torch(model_rebuild.optimizer), mains=mains, joiner=joiner)
         self.live.refuse_what_cannot_be_cut()
         self.sync: LaneSync | None = None
         """Set in a degraded layout."""
@@ -53,7 +53,7 @@ class TrainedState:
 
     def parts(self, layout: Layout) -> list[Part]:
         """Return what is to be copied, in place."""
-        return parts(self._stepped(layout), self._model_rebuild.optimizer.optimizer)
+        return parts(self._stepped(layout), of_torch(self._model_rebuild.optimizer))
 
     def replicated_state(self, layout: Layout) -> Iterator[tuple[str, str, TensorSlice, dict[str, torch.Tensor]]]:
         """Yield what every replica has: its name, among which replica digests it is, and the slice that this rank has
@@ -71,11 +71,10 @@ class TrainedState:
 
     def slices(self, layout: Layout) -> Iterator[tuple[Tensor, TensorSlice]]:
         """Yield what this rank has of each tensor; its replica has the whole."""
-        naming, slot = self._naming(layout), layout.slot
+        naming = self._naming(layout)
         for name, tensor in naming.tensors.items() if not layout.is_idle else ():
             size = self.live.parameters[name].numel()
-            whole = f"r{slot.replica}{naming.stage(name)}"
-            yield tensor, naming.tensor_slice(name, naming.places(name), 0, size, whole)
+            yield tensor, naming.tensor_slice(name, naming.places(name), 0, size, naming.holder(name))
 
     # ------------------------------------------------ from copies
 
@@ -103,13 +102,13 @@ class TrainedState:
             if take_back is not None:
                 take_back()
         if not layout.is_idle:
-            self.live.have_optimizer(self._model_rebuild.optimizer.optimizer)
+            self.live.have_optimizer(of_torch(self._model_rebuild.optimizer))
 
     def make_room(self, layout: Layout, kinds: Mapping[str, Any]) -> list[Part]:
         """Return the places into which the copies are restored."""
         if layout.is_idle:
             return []
-        return make_room(self._stepped(layout), self._model_rebuild.optimizer.optimizer, kinds)
+        return make_room(self._stepped(layout), of_torch(self._model_rebuild.optimizer), kinds)
 
     @torch.no_grad()
     def have_weights(self) -> None:
@@ -122,7 +121,8 @@ class TrainedState:
                 lanes.begin_spread()
                 lanes.finish_spread()
         else:
-            self._model_rebuild.optimizer.chained_optimizers[0]._copy_main_params_to_model_params()
+            for optimizer in parts_of(self._model_rebuild.optimizer):
+                optimizer._copy_main_params_to_model_params()
             for chunk in self._model_rebuild.chunks:
                 chunk.start_param_sync(force_sync=True)
 
@@ -140,8 +140,12 @@ class TrainedState:
             return whole_parameters({name: mains.get(name, parameters[name]) for name in parameters}, naming, layout)
         if self.sync is not None:
             return shards_of_lanes(self.sync, naming)
-        (optimizer,) = self._model_rebuild.optimizer.chained_optimizers
-        return megatrons_shards(optimizer, {value: name for name, value in parameters.items()}, naming, layout)
+        names = {value: name for name, value in parameters.items()}
+        return [
+            shard
+            for optimizer in parts_of(self._model_rebuild.optimizer)
+            for shard in megatrons_shards(optimizer, names, naming, layout)
+        ]
 
     def _naming(self, layout: Layout) -> Naming:
         if self._named is None or self._named.layout is not layout:
@@ -152,15 +156,12 @@ class TrainedState:
 def _mains(optimizer: Any, parameters: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
     """Return the float32 copies that are stepped instead of bf16 parameters, by the parameters' names."""
     names = {parameter: name for name, parameter in parameters.items()}
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) != 1:
-        raise Refused(
-            f"Megatron made {len(chained)} optimizers for this model, and only one can be kept through a loss",
-            fix="leave out what some parameters have an optimizer of their own for, or start by torchrun",
+    pairs = [
+        pair
+        for one in parts_of(optimizer)
+        for halves, mains in zip(
+            getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ()), strict=True
         )
-    (optimizer,) = chained
-    groups = zip(
-        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
-    )
-    pairs = [pair for halves, mains in groups for pair in zip(halves, mains, strict=True)]
+        for pair in zip(halves, mains, strict=True)
+    ]
     return {names[half]: main for half, main in pairs}

@@ -21,6 +21,7 @@ from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
+from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
@@ -142,13 +143,13 @@ class MegatronTrainer:
         self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, event_writer=self._event_writer)
         self.state = TrainedState(model_rebuild, parameters, nominal.units, sharded=self._sharded, joiner=self._joiner)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if not (self._joiner or self._sharded):
+        if not (self._joiner or self._sharded or self._topology.expert_slots):
             self._refuse_unequal_replicas()
         self._begin_copies()
 
     def _begin_copies(self) -> None:
         policy = self._policy.copies
-        unique = self._sharded or self._topology.dp == 1 or policy.protect == "all"
+        unique = self._sharded or self._topology.dp == 1 or self._topology.expert_slots or policy.protect == "all"
         if policy.mode == "off" or not unique:
             return
         refuse_unknown(self._args, self._model_rebuild, strict=policy.strict)
@@ -196,7 +197,8 @@ class MegatronTrainer:
     def report(self) -> Report:
         """Report what this rank holds. An update is made in place, so there is no way back."""
         loop = self._loop
-        live = None if self._sharded or self._put_together else self.state.live.held(self._lost).encode()
+        from_peers = not (self._sharded or self._topology.expert_slots or self._put_together)
+        live = self.state.live.held(self._lost).encode() if from_peers else None
         copied = None if self.copies is None else self.copies.describe()
         held = json.dumps([live, copied])
         return Report(applied=loop.done, oldest=loop.done, prepared=loop.prepared, joiner=self._joiner, held=held)
@@ -398,11 +400,14 @@ class MegatronTrainer:
             hooks.of_a_layout(job, layers, sync) if degraded else hooks.of_layers(layers), offered=False
         )
         with _nominal_contexts(configs, self._topology.cp, now=layout.context_degree):
-            model_rebuild.take_over(model_rebuild.elsewhere())
+            built = model_rebuild.elsewhere()
+            model_rebuild.take_over(built)
         if not degraded:
             self._take_back()
             self._take_back = _nothing
         model_rebuild.wrap_again()
+        if self._topology.expert_slots:
+            UnevenExperts(layers).into(map(bare, model_rebuild.chunks), built, sync.dispatch)
         if degraded:
             self.share = BatchShare(job, sync)
             self._samples.make_training = self.share.by_share

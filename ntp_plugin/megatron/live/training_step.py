@@ -22,6 +22,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 
 from ntp_plugin.errors import NotFinite, PeerLost
+from ntp_plugin.megatron import router_metrics
 from ntp_plugin.megatron.live.loss_scale import LossScale
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.step_replay import LoopState
@@ -103,6 +104,7 @@ class TrainingStep:
                 raise PeerLost("a joining rank is admitted")
         self._losses, self._norm, self._zeros, self._skipped = [], None, None, False
         self._voted, self._rejected, self.loss_scale.has_overflowed = False, "", False
+        router_metrics.forget()
         if self._trainer.idle:
             self._trainer.have_the_rest()
             self._vote(_nothing)

@@ -43,7 +43,11 @@ type Sums = Callable[[Mapping[str, torch.Tensor]], Reduction]
 
 
 class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group whose gradients go into lanes, made from Megatron's own by `take_over`."""
+    """A bucket group whose gradients go into lanes, made from Megatron's own by `take_over`.
+
+    Groups begin in one order on all ranks, since they share lanes. Gradients become complete in another order where a
+    slot computes its experts one by one than where it computes them together.
+    """
 
     begin: Sums
     scale: Callable[[], float]
@@ -51,6 +55,11 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     gathered: Sequence[Gathered]
     grad_reduce_handle: Reduction | None
     grad_reduce_finished: bool
+    before: "LaneBucketGroup | None"
+    """The group that begins before this one."""
+    after: "LaneBucketGroup | None"
+    is_waiting: bool
+    """Whether this group is complete, and one before it is not."""
 
     @classmethod
     def take_over(
@@ -60,17 +69,35 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         names: Mapping[Any, str],
         scale: Callable[[], float],
         gathered: Sequence[Gathered],
+        *,
+        before: Any,
     ) -> None:
         """Convert a bucket group of Megatron's; `begin` starts to sum its gradients, and `scale` is their weight in
-        the step under way."""
+        the step under way. It begins after the group `before`, if that is not None."""
         group.__class__ = cls
+        group.before, group.after, group.is_waiting = before, None, False
+        if before is not None:
+            before.after = group
         group.begin, group.scale, group.gathered = begin, scale, gathered
         group.names = {parameter: names[parameter] for bucket in group.buckets for parameter in bucket.params_list}
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:  # noqa: ARG002
-        """Start to sum. A second call in the same step does nothing; Megatron makes one with the first batch."""
+        """Start to sum, or wait for the groups before. A second call in the same step does nothing; Megatron makes one
+        with the first batch."""
         if self.grad_reduce_handle is not None:
             return
+        self.is_waiting = self.before is not None and not self.before._has_begun
+        if self.is_waiting:
+            return
+        self._begin()
+        if self.after is not None and self.after.is_waiting:
+            self.after.start_grad_sync()
+
+    @property
+    def _has_begun(self) -> bool:
+        return self.grad_reduce_handle is not None or self.grad_reduce_finished
+
+    def _begin(self) -> None:
         if self.ddp_config.check_for_nan_in_grad or self.ddp_config.check_for_large_grads:
             self.check_grads(
                 check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
@@ -88,7 +115,7 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if self.grad_reduce_finished:
             return
         self.start_grad_sync()
-        assert self.grad_reduce_handle is not None, "it was begun"
+        assert self.grad_reduce_handle is not None, "the groups before have begun: they are finished in order"
         with torch.no_grad():
             self.grad_reduce_handle.finish()
         self.grad_reduce_handle, self.grad_reduce_finished = None, True
@@ -103,6 +130,11 @@ class LaneBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         with torch.no_grad():
             for part in self.gathered:
                 part.finish_spread()
+
+
+def bucket_groups(ddp: Any) -> tuple[list[Any], list[Any]]:
+    """Return the bucket groups of a wrapped model, and those of its experts, which are apart in Megatron."""
+    return ddp.bucket_groups, ddp.expert_parallel_bucket_groups
 
 
 def with_whole_buffers(ddp_config: Any) -> Any:

@@ -8,6 +8,9 @@ Every rank makes all of them, at once and in this order, whether it is a member 
     domain      the slots of one replica's stage, for the exchange over cores: apart from Megatron's own TP group, which
                 is busy while something is lent
     core        the slots that are the same core in each replica
+    expert      slots that hold the same experts of a stage
+    dispatch    the slots that are left of an expert group that has lost some, which exchange tokens
+    column      the same over all stages, for the norm of their gradients
     all         all slots that train, if others are present as well
 """
 
@@ -15,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ntp_plugin.megatron.layout import SHARED, Layout
+from ntp_plugin.planning.expert_groups import in_group, plan_expert_lanes
 from ntp_plugin.planning.lanes import plan_shared_lanes
 from ntp_plugin.planning.recovery_plan import RecoveryPlan
 from ntp_plugin.planning.topology import Slot
@@ -46,7 +50,14 @@ def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
                 for core in range(len(route.cores.cores))
             }
         wanted["stage", stage, 0] = tuple(slot for slot in layout.slots if slot.stage == stage)
+        experts = plan_expert_lanes(surviving, plan.nominal.units.stages[stage].experts, stage)
+        wanted |= {("expert", stage, number): lane.members for number, lane in enumerate(experts)}
     if layout.idle:
         wanted["all", 0, 0] = layout.slots
+    for slots in layout.reduced_expert_groups:
+        group = in_group(layout.topology, slots[0])
+        wanted["dispatch", group.stage, group.replica] = slots
+        key = "column", 0, group.replica
+        wanted[key] = (*wanted.get(key, ()), *slots)
     shared = plan_shared_lanes(surviving, plan.nominal.units, SHARED)
     return wanted | {("shared", 0, number): tuple(members) for number, (members, _) in enumerate(shared)}

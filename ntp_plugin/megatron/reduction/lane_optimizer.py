@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import LaneCheckpoints
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
+from ntp_plugin.reduction.sharded_optimizer import LaneShards
 from ntp_plugin.training.optimizers import element_wise
 
 
@@ -37,11 +38,15 @@ class LaneOptimizer:
                 return _known(original(config=config, param_groups=param_groups, **kwargs))
             plain = copy.copy(config)
             plain.use_distributed_optimizer = plain.bf16 = False  # in fp16 it has a loss scale for its float32 shards
+            before = [len(list(lanes)) for lanes in self._sync.shards]
             groups = [{**group, "params": self._shards_of(group["params"])} for group in param_groups]
+            mine = [lanes for lanes, had in zip(self._sync.shards, before, strict=True) if len(list(lanes)) > had]
             kwargs["model_parallel_group"] = dist.group.WORLD
             optimizer = _known(original(config=plain, param_groups=groups, **kwargs))
-            optimizer.step_with_ready_grads = self._and_spread(optimizer.step_with_ready_grads)
-            LaneCheckpoints(self._sync, optimizer).into()
+            optimizer.step_with_ready_grads = self._and_spread(optimizer.step_with_ready_grads, mine)
+            stepped = {parameter for group in param_groups for parameter in group["params"]}
+            parameters = {name: one for name, one in self._sync.parameters.items() if one in stepped}
+            LaneCheckpoints(parameters, mine, optimizer).into()
             return optimizer
 
         return build
@@ -58,7 +63,10 @@ class LaneOptimizer:
             counted.main_grad = shard.gradient
         return [shard.parameter for shard in shards]
 
-    def _and_spread(self, step: Any) -> Any:
+    def _and_spread(self, step: Any, mine: list[LaneShards]) -> Any:
+        """`step_with_ready_grads`, followed by spreading the lanes that the optimizer steps: those of experts have one
+        of their own."""
+
         @functools.wraps(step)
         def step_and_spread() -> Any:
             self._finish()  # a replica without micro-batches has had no forward that waited
@@ -66,7 +74,8 @@ class LaneOptimizer:
             late, *buckets = self._sync.shards
             with torch.no_grad():
                 for lanes in (late, *reversed(buckets)):  # the last bucket has what the forward begins with
-                    lanes.begin_spread()
+                    if lanes in mine:
+                        lanes.begin_spread()
             if not self._sync.waits_in_forward:
                 self._finish()
             return done

@@ -19,11 +19,13 @@ largest of them, and so all clip by the same bits.
 
 import copy
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -33,14 +35,21 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.megatron.fp8_scales import StageScales, is_delayed
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.uneven_layers import describe
-from ntp_plugin.megatron.layout import SHARED
-from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup, Sums, even_buckets, with_whole_buffers
+from ntp_plugin.megatron.layout import SHARED, Layout
+from ntp_plugin.megatron.reduction.buckets import (
+    LaneBucketGroup,
+    Sums,
+    bucket_groups,
+    even_buckets,
+    with_whole_buffers,
+)
 from ntp_plugin.megatron.reduction.core_groups import find_core_exchange
 from ntp_plugin.megatron.reduction.lane_groups import Made, wanted_groups
 from ntp_plugin.megatron.reduction.logged_numbers import norm_of, zeros_in
+from ntp_plugin.planning.expert_groups import plan_expert_lanes
 from ntp_plugin.planning.lanes import plan_shared_lanes
 from ntp_plugin.planning.spans import Spans
-from ntp_plugin.planning.units import StageUnits, Tensor
+from ntp_plugin.planning.units import Family, StageUnits, Tensor
 from ntp_plugin.reduction.core_lanes import CoreExchange, CoreShards, CoreSums
 from ntp_plugin.reduction.gradient_lanes import GradientLane, GradientLanes, Slice, only, pack, unpack
 from ntp_plugin.reduction.sharded_optimizer import LaneShard, LaneShards
@@ -64,12 +73,21 @@ class LaneSync:
         first."""
         self.everybody: Any = None
         """The group of all ranks that train; None if that is the world."""
+        self.dispatch: Any = None
+        """The ranks that are left of this rank's expert group, if it has lost some."""
+        self._expert_column: Any = None
+        """The same over all stages."""
         self._sharded = False
         self._core_exchange: CoreExchange | None = None
         self._sum_late: Sums
         self._scales: StageScales | None = None
         """FP8's scales, if they are kept from micro-batch to micro-batch."""
         self._chunks: list[Any] = []
+
+    @property
+    def layout(self) -> Layout:
+        """The layout whose replicas these sums are over."""
+        return self._layout
 
     def model_wrapper(self, original: Any) -> Any:
         """`DistributedDataParallel.__init__`: whole buffers, even buckets, and with the last chunk the lanes.
@@ -102,6 +120,10 @@ class LaneSync:
         wanted = wanted_groups(self._layout, plan)
         made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
         self.everybody = made.get(("all", 0, 0))
+        if self._layout.sends_experts_elsewhere:
+            place = self._layout.expert_place
+            self.dispatch = made["dispatch", place.stage, place.replica] or self._job.alone()
+            self._expert_column = made["column", 0, place.replica] or self._job.alone()
         self._core_exchange = find_core_exchange(self._layout, plan, wanted, made)
         lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
         if at_start:
@@ -111,9 +133,11 @@ class LaneSync:
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._sum_late = self._sums(late)
         summed_late = tuple(self.shards)
-        for group in [group for chunk in self._chunks for group in chunk.bucket_groups]:
-            begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
-            LaneBucketGroup.take_over(group, begin, names, lambda: self.scale, (*summed_late, *self.shards[-1:]))
+        for groups in [groups for chunk in self._chunks for groups in bucket_groups(chunk)]:
+            for before, group in itertools.pairwise([None, *groups]):
+                begin = self._sums_of(lanes, {names[parameter] for parameter in group.params})
+                gathered = (*summed_late, *self.shards[-1:])
+                LaneBucketGroup.take_over(group, begin, names, lambda: self.scale, gathered, before=before)
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = self.finalize
         _sum_losses_alone(self._chunks, self._job.alone())
@@ -130,7 +154,7 @@ class LaneSync:
         if self.weighs_nominally:
             return 1.0 / (self._job.batch.replicas * shared_by)
         samples = self._job.batch.total * self._job.batch.micro_batch
-        return self._job.share.count * self._job.share.size / (samples * shared_by)
+        return self._job.runs * self._job.share.size / (samples * shared_by)
 
     @property
     def weighs_nominally(self) -> bool:
@@ -141,7 +165,7 @@ class LaneSync:
     def held(self) -> dict[str, Spans]:
         """Return the units of every tensor that this slot holds, in storage order."""
         stage = self._job.plan.nominal.units.stages[self._layout.slot.stage]
-        families = {family.name: family for family in stage.families}
+        families = {family.name: family for family in (*stage.families, *stage.experts)}
         return {
             name: self._layout.held(families[tensor.family]) if tensor.family else WHOLE_UNITS
             for name, tensor in self.tensors.items()
@@ -178,7 +202,14 @@ class LaneSync:
         if not tensor.family:
             return f"rank {self._layout.rank}"
         slot = self._layout.slot
+        if tensor.family in self._experts:
+            return f"expert group {self._layout.expert_place.replica}"
         return f"replica {slot.replica}" + f" stage {slot.stage}" * (tensor.family == SHARED)
+
+    @property
+    def _experts(self) -> dict[str, Family]:
+        """The families of experts in this rank's stage, by name."""
+        return {family.name: family for family in self._job.plan.nominal.units.stages[self._layout.slot.stage].experts}
 
     # ------------------------------------------------ lanes
 
@@ -190,6 +221,11 @@ class LaneSync:
             if self._layout.slot in lane.members(self._layout.surviving):
                 units = {name: spans for name, spans in lane.units if name != SHARED}
                 mine.append(GradientLane(group=made["lane", stage, number], slices=self._slices(units)))
+        experts = plan_expert_lanes(self._layout.surviving, tuple(self._experts.values()), stage)
+        for number, of_experts in enumerate(experts):
+            if self._layout.slot in of_experts.members:
+                slices = self._slices(dict(of_experts.units))
+                mine.append(GradientLane(group=made["expert", stage, number], slices=slices))
         return mine
 
     def _stage_lane(self, made: Made) -> GradientLane:
@@ -281,10 +317,18 @@ class LaneSync:
         """`get_grad_norm_fp32`."""
 
         @functools.wraps(original)
-        def norm(gradients: Any, *args: Any, **kwargs: Any) -> float:
-            return self.agreed_norm(float(original(_split(gradients), *args, **kwargs)))
+        def norm(gradients: Any, norm_type: Any = 2, grad_stats_parallel_group: Any = None) -> float:
+            group = self._of_those_who_train(grad_stats_parallel_group)
+            return self.agreed_norm(float(original(_split(gradients), norm_type, group)))
 
         return norm
+
+    def _of_those_who_train(self, group: Any) -> Any:
+        """Return the group that sums over a model's experts; Megatron's also has ranks that are idle now."""
+        whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group(
+            check_initialized=False, with_egtp_remat=True
+        )
+        return self._expert_column if self._expert_column is not None and group is whole else group
 
     def agreed_norm(self, found: float) -> float:
         """Return the largest norm of all replicas."""
@@ -298,7 +342,8 @@ class LaneSync:
         @functools.wraps(original)
         def count(*args: Any, **kwargs: Any) -> int:
             if not self._sharded:  # a replica counts its own, and all gradients are the same in all replicas
-                return int(original(*args, **kwargs))
+                group = self._of_those_who_train(kwargs.get("grad_stats_parallel_group"))
+                return int(original(*args, **{**kwargs, "grad_stats_parallel_group": group}))
             return zeros_in(self._all_shards(), device=self.device, everybody=self.everybody)
 
         return count

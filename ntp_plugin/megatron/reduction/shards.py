@@ -31,7 +31,7 @@ class Naming:
     def __init__(self, layout: Layout, units: StageUnits) -> None:
         self.layout = layout
         self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
-        self._families = {family.name: family for family in units.families}
+        self._families = {family.name: family for family in (*units.families, *units.experts)}
         # Each copy asks for them, and they stay the same for this layout.
         self.tensor_slice, self.places = functools.cache(self._tensor_slice), functools.cache(self._places)
 
@@ -58,6 +58,14 @@ class Naming:
         tensor = self.tensors[name]
         return global_ranges(tensor, self.units(tensor))
 
+    def holder(self, name: str) -> str:
+        """Return a name for the slots that together hold a whole of a tensor that is cut: a replica, or an expert
+        group."""
+        family = self._families.get(self.tensors[name].family)
+        if family is not None and family.is_experts:
+            return f"g{self.layout.expert_place.replica}"
+        return f"r{self.layout.slot.replica}{self.stage(name)}"
+
     def stage(self, name: str) -> str:
         """Return a name for the stage if several stages have the same tensor, to keep their replica digests apart."""
         return f"s{self.layout.slot.stage}" if self.tensors[name].family == SHARED else ""
@@ -71,7 +79,7 @@ def whole_parameters(stepped: Mapping[str, torch.Tensor], naming: Naming, layout
     found = []
     for name, parameter in stepped.items():
         slot = layout.slot
-        whole = f"r{slot.replica}{naming.stage(name)}" + f"t{slot.tp}" * (not naming.tensors[name].family)
+        whole = naming.holder(name) + f"t{slot.tp}" * (not naming.tensors[name].family)
         tensor_slice = naming.tensor_slice(name, naming.places(name), 0, parameter.numel(), whole)
         found.append(Stepped(parameter=parameter, tensor_slices=((tensor_slice, 0),)))
     return found

@@ -3,6 +3,7 @@
 job.py       one run of Megatron's own pretrain, by the recipe, in ranks of the harness; the differences of two runs
 layouts.py   the models and layouts of the comparison
 spoilt.py    negative controls
+spoilt_experts.py  those of layers of experts
 conditions.py  what a job has to bear: full disks, slow writers, gradients that overflow
 
 The tests and `make show-numerics` use the same code.

@@ -129,6 +129,7 @@ class Seen:
     """Results of one rank."""
 
     replica: int
+    expert_group: int
     losses: list[float]
     """On ranks of the last stage."""
     norms: list[float]
@@ -263,9 +264,10 @@ class Looker:
         if job.group_adam:
             group_adam.install()
         if job.under or job.spoil:
-            from tests.harness.parity import conditions, spoilt  # noqa: PLC0415
+            from tests.harness.parity import conditions, spoilt, spoilt_experts  # noqa: PLC0415
 
-            for kind, name in ((conditions, job.under), (spoilt, job.spoil)):
+            of_experts = hasattr(spoilt_experts, job.spoil or "-")
+            for kind, name in ((conditions, job.under), (spoilt_experts if of_experts else spoilt, job.spoil)):
                 if name:
                     getattr(kind, name)()
 
@@ -344,6 +346,11 @@ class Looker:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return Seen(
             replica=parallel_state.get_data_parallel_rank(),
+            expert_group=(
+                self._sync._layout.expert_place.replica
+                if self._sync and self._sync._layout.topology.expert_slots
+                else parallel_state.get_expert_data_parallel_rank()
+            ),
             losses=self._losses,
             norms=self._norms,
             rates=self._rates,
@@ -393,6 +400,8 @@ class Looker:
         return {"weights": use.weights, "gradients": use.gradients, "optimizer": use.optimizer}
 
     def _parts(self, rank: int, width: int) -> Iterator[tuple[str, Part]]:
+        from megatron.core import parallel_state  # noqa: PLC0415
+
         from ntp_plugin.megatron.reduction.lane_sync import named  # noqa: PLC0415
 
         for name, parameter in named(self._chunks):
@@ -401,9 +410,13 @@ class Looker:
             values = parameter.detach().double().numpy()
             shape, dim = values.shape, 0
             ranges = [(0, shape[0])]
-            if parameter.tensor_model_parallel and self._sync:
+            if self._sync and self._sync.tensors[name].family:
                 tensor = self._sync.tensors[name]
                 shape, dim, ranges = tensor.shape, tensor.dim, list(tensor.local_index(self._sync.held()[name]))
+            elif EXPERTS in name:  # each rank of an expert group has its own
+                group = parallel_state.get_expert_tensor_and_model_parallel_group()
+                ranges = [(group.rank() * shape[0], (group.rank() + 1) * shape[0])]
+                shape = (shape[0] * group.size(), *shape[1:])
             elif parameter.tensor_model_parallel:
                 dim, stride = parameter.partition_dim, parameter.partition_stride
                 size = shape[dim] // stride
@@ -448,15 +461,21 @@ def _with_masks(item: Any) -> Any:
 _NOTHING = 1e-30
 """The divisor in place of zero, for a norm that was not computed."""
 
+EXPERTS = ".experts."
+"""In the names of parameters that an expert group holds together, and not a replica."""
+
 type Whole = dict[str, NDArray[np.float64]]
+type Holder = tuple[str, int]
 
 
-def replica_digests(outcomes: Mapping[int, Seen]) -> dict[int, Whole]:
-    """Replica -> name -> the full parameter, assembled from the parts of its ranks; every place is filled."""
-    found: dict[int, Whole] = {}
+def replica_digests(outcomes: Mapping[int, Seen]) -> dict[Holder, Whole]:
+    """Replica, or expert group -> name -> the full parameter, assembled from the parts of its ranks; every place is
+    filled."""
+    found: dict[Holder, Whole] = {}
     for seen in outcomes.values():
         for name, part in seen.parts.items():
-            whole = found.setdefault(seen.replica, {}).setdefault(name, np.full(part.shape, np.nan))
+            holder = ("experts", seen.expert_group) if EXPERTS in name else ("replica", seen.replica)
+            whole = found.setdefault(holder, {}).setdefault(name, np.full(part.shape, np.nan))
             places: list[Any] = [slice(None)] * whole.ndim
             places[part.dim] = part.index
             whole[tuple(places)] = part.values
@@ -473,7 +492,9 @@ def with_losses(outcomes: Mapping[int, Seen]) -> list[Seen]:
 
 def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Seen]) -> dict[str, float]:
     """The largest relative difference over all steps, ranks and replicas: of loss, norm and weights."""
-    expected, weights = with_losses(reference)[0], replica_digests(reference)[0]
+    expected, weights = with_losses(reference)[0], dict[str, NDArray[np.float64]]()
+    for holder in replica_digests(reference).values():
+        weights = holder | weights
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for seen in outcomes.values():
         for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
@@ -482,8 +503,10 @@ def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Se
             assert len(mine) == len(theirs)
             apart = (abs(a - b) / max(abs(b), _NOTHING) for a, b in zip(mine, theirs, strict=True))
             worst[key] = max([worst[key], *apart])
-    for replica in replica_digests(outcomes).values():
-        assert replica.keys() == weights.keys()
+    found = replica_digests(outcomes)
+    assert {name for replica in found.values() for name in replica} == weights.keys()
+    for (kind, _), replica in found.items():
+        assert replica.keys() == {name for name in weights if (EXPERTS in name) == (kind == "experts")}
         for name, whole in replica.items():
             difference = np.abs(whole - weights[name]).max() / max(np.abs(weights[name]).max(), _NOTHING)
             worst["weights"] = max(worst["weights"], float(difference))

@@ -143,7 +143,7 @@ def vocabulary_row_shifted() -> None:
         @functools.wraps(original)
         def shifted(module: Any, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
-            if layers._layout.pattern:
+            if layers.layout.pattern:
                 module.vocab_start_index += 1
                 module.vocab_end_index += 1
 
