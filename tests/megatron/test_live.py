@@ -286,6 +286,15 @@ def test_a_rank_rejoins_its_stage(kind):
     assert_same_training(lived, run(uniform(BASE, tp=2, pp=2)))
 
 
+@pytest.mark.parametrize("more", ["", "--no-align-param-gather"], ids=["aligned gathers", "gathers as needed"])
+def test_a_rank_rejoins_an_interleaved_pipeline_that_gathers_parameters(more):
+    """Megatron lets it gather no parameters in its first step, and the schedule of the others would gather all."""
+    interleaved = {"tp": 1, "pp": 2, "chunks": 2, "batch": 8}
+    lived, _ = live(job(**interleaved, more=f"{OVERLAP} {more}"), faults=[kill(1, during="vote", step=5)], back={1: 10})
+    assert widths(lived) == dict.fromkeys(range(4), 1)
+    assert_same_training(lived, run(uniform(BASE, **interleaved)))
+
+
 @KINDS
 def test_two_stages_of_a_replica_are_degraded_one_after_the_other_in_an_interleaved_pipeline(kind):
     interleaved = {**PIPELINE, "chunks": 2, "batch": 8}

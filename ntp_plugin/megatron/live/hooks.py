@@ -103,6 +103,11 @@ def _sections(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda original: _gathered(job, original),
         ),
         Replacement(
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+            why="an interleaved schedule also gathers what is in place, except in the first step of a joining rank",
+            make=_unless_in_place,
+        ),
+        Replacement(
             target=f"{_TRAINING}:check_param_hashes_across_dp_replicas",
             why="it gathers hashes of even shares over groups of one width",
             make=lambda original: _hashes(job, original),
@@ -283,6 +288,23 @@ def _gathered(job: "MegatronJob", original: Any) -> Any:
             set_forward_waits(chunk, waits=False)
 
     return disable
+
+
+def _unless_in_place(original: Any) -> Any:
+    """`start_param_sync`: with `--overlap-param-gather`, gather no parameters that are in place.
+
+    Megatron gathers nothing in the first step of a process. A joining rank takes its first step beside ranks that
+    gather, after a recovery that has put all parameters in place. Megatron's forward hooks gather only what is not in
+    place. An interleaved schedule gathers everything, unless `--no-align-param-gather` is given: the other ranks would
+    wait for the joining rank forever.
+    """
+
+    @functools.wraps(original)
+    def start(group: Any, force_sync: bool = False) -> None:
+        if force_sync or not (group.ddp_config.overlap_param_gather and group.param_gather_dispatched):
+            original(group, force_sync=force_sync)
+
+    return start
 
 
 def _hashes(job: "MegatronJob", original: Any) -> Any:
