@@ -77,6 +77,15 @@ def test_a_job_keeps_it_through_a_loss_and_a_return(expected, kind, fault_point,
     assert_same_training(lived, expected, logged_before=(step,) if behind else ())
 
 
+def test_a_joining_rank_skips_its_first_step(expected):
+    """It gathers parameters once a step of its own has changed some; the others have gathered them since step 2. A
+    comparison would gather them before step 7."""
+    gathered = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ntp-watch-steps 0"
+    lived, _ = live(job(gathered, **OVERFLOW), faults=[kill(1, during="backward", step=3)], back={1: 5})
+    assert lived[1].seen.norms[0] == 0.0, "step 6 overflows"
+    assert_same_training(lived, expected)
+
+
 @KINDS
 def test_an_idle_rank_comes_back_with_the_scale_of_the_others(expected, kind):
     """Slot 3 is idle while step 4 and step 6 overflow, and trains again when slot 2 is back."""

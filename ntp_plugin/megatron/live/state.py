@@ -133,6 +133,17 @@ class TrainedState:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def weights_are_in_place(self) -> None:
+        """After a skipped step, have the next one gather nothing with `--overlap-param-gather`.
+
+        Megatron gathers nothing in a process until a step has changed weights there. So a joining rank whose first step
+        is skipped does not gather in its second step either, and ranks that do would wait for it forever.
+        """
+        for chunk in self._model_rebuild.chunks if self._sharded else ():
+            if chunk.ddp_config.overlap_param_gather:
+                for group in chunk.bucket_groups:
+                    group.param_gather_dispatched = True
+
     def _stepped(self, layout: Layout) -> list[Stepped]:
         naming, parameters = self._naming(layout), self.live.parameters
         if not self._sharded:
