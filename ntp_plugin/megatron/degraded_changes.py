@@ -129,6 +129,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         change="replicas share out groups of micro-batches, not single ones",
     ),
     DegradedChange(
+        flag="--pipeline-model-parallel-layout",
+        applies=_given("pipeline_model_parallel_layout"),
+        change="if it has several virtual stages for each rank, replicas share out groups of micro-batches, not single"
+        " ones",
+    ),
+    DegradedChange(
         flag="--use-distributed-optimizer",
         applies=_given("use_distributed_optimizer"),
         change="optimizer state is sharded lane by lane; a lost rank's part comes from copies in memory, so the steps"

@@ -19,6 +19,7 @@ from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import expert_slots, guard_of, taken_together
+from ntp_plugin.megatron.stage_layers import depths, stage_layers
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
 from ntp_plugin.planning.expert_groups import require_whole_groups
@@ -187,6 +188,8 @@ def _padded(args: Any) -> int:
 def _chunks(args: Any) -> int | None:
     """Return the model chunks of each stage, or None if the pipeline is not interleaved."""
     chunks: int | None = args.num_virtual_stages_per_pipeline_rank
+    if (stages := stage_layers(args)) is not None:
+        chunks = len(stages[0])
     if chunks is None and args.num_layers_per_virtual_pipeline_stage is not None:
         layers = (
             args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
@@ -221,7 +224,9 @@ def _units(model: Model, args: Any, policy: TrainingPolicy, topology: Topology) 
         tied=not args.untie_embeddings_and_output_weights,
         bias=bool(args.add_bias_linear),
     )
-    return transformer_units(shape, tp=topology.tp, pp=topology.pp, granule=policy.granule)
+    stages = stage_layers(args)
+    each = None if stages is None else depths(stages)
+    return transformer_units(shape, tp=topology.tp, pp=topology.pp, granule=policy.granule, depths=each)
 
 
 def _both_halves(args: Any) -> int:

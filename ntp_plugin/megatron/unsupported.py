@@ -10,6 +10,7 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.refusals import Refusal, above, given, not_built, not_planned
+from ntp_plugin.megatron.stage_layers import has_an_empty_stage
 from ntp_plugin.megatron.unsupported_experts import EXPERTS, EXPERTS_PLANNED
 from ntp_plugin.planning.job_check import UnsupportedOption
 from ntp_plugin.planning.units import default_granule
@@ -86,7 +87,12 @@ TABLE: tuple[Refusal, ...] = (
     ),
     *EXPERTS,
     not_built("--overlap-param-gather-with-optimizer-step"),
-    not_built("--pipeline-model-parallel-layout"),
+    Refusal(
+        flag="--pipeline-model-parallel-layout with an empty stage",
+        applies=has_an_empty_stage,
+        why="has ranks without any layer, which would have nothing to sum or to recover",
+        fix="give every stage a layer, the embedding or the loss",
+    ),
     not_built("--pipeline-model-parallel-comm-backend"),
     not_built("--use-ring-exchange-p2p"),
     not_built("--use-torch-fsdp2"),

@@ -110,9 +110,9 @@ def activation_bytes(
         kept += (
             count * rows * widest[tensor.family] * _kept_per_unit(tensor, kind, training.model) * training.activation
         )
-    layers = max(halves.values())
+    layers = max(halves.values(), default=0)
     in_flight = min(training.micro_batches * splits, len(training.units.stages) - stage)
-    if recompute:  # the input of every layer, and one layer as it is computed again
+    if recompute and layers:  # the input of every layer, and one layer as it is computed again
         inputs = layers * own_rows * training.model.hidden * training.activation * in_flight
         return (inputs + kept // layers) // splits
     return kept * in_flight // splits

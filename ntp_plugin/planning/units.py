@@ -139,8 +139,13 @@ def stage_depths(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
 
 
-def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = None) -> ModelUnits:
-    """Describe a transformer with Megatron's layers; refuses a shape that the nominal layout cannot divide."""
+def transformer_units(
+    model: Model, *, tp: int, pp: int, granule: int | None = None, depths: tuple[int, ...] | None = None
+) -> ModelUnits:
+    """Describe a transformer with Megatron's layers; refuses a shape that the nominal layout cannot divide.
+
+    `depths` are the layers of each stage, if the job says them.
+    """
     if model.query_groups % tp:
         raise Refused(
             f"groups = {model.query_groups} query groups do not divide over tp = {tp} slots",
@@ -156,7 +161,7 @@ def transformer_units(model: Model, *, tp: int, pp: int, granule: int | None = N
         )
     (attention, attention_tensors), (mlp, mlp_tensors) = _attention(model), _mlp(model, granule)
     stages = []
-    for stage, layers in enumerate(stage_depths(model.layers, pp)):
+    for stage, layers in enumerate(stage_depths(model.layers, pp) if depths is None else depths):
         first, last = stage == 0, stage == pp - 1
         norms = (Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers)
         families, tensors = [attention, mlp], [(tensor, layers) for tensor in (*attention_tensors, *mlp_tensors)]

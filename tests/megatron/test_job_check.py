@@ -36,6 +36,11 @@ script("changes", "--async-save", "--save", "x", "--sequence-parallel", "--overl
        "--transformer-impl", "transformer_engine")
 script("interleaved", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1",
        "--global-batch-size", "6", own=("--world-size", "16"))
+for name, stages in (("stages", "Ettt|tL"), ("virtual stages", "Ett|t|t|L"), ("bad stages", "Et|tL")):
+    script(name, "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", stages,
+           "--global-batch-size", "6", own=("--world-size", "16"))
+script("empty stage", "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett||tt|L",
+       own=("--world-size", "32"))
 script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
 script("too few hosts", "--use-distributed-optimizer", "--ntp-copies-mode", "xor:2")
 script("odd ranks", own=("--world-size", "6"))
@@ -178,10 +183,18 @@ def test_a_schedule_of_batches(found):
     assert "--step-batch-size-schedule" in {option["flag"] for option in check["changes"]}
 
 
+def test_stages_have_the_layers_that_the_layout_says(found):
+    """Three in the first, beside the embedding: the fullest slot has a quarter of what is cut of them."""
+    cut, whole = 4 * 64 * 64 + 2 * 256 * 64 + 3 * 64 + 256, 2 * 64 + 2 * 64
+    assert found("stages", 0)["memory"]["nominal"]["weights"] == 4 * (1024 * 64 // 4 + 3 * (cut // 4 + whole))
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "why"),
     [
         ("interleaved", "--global-batch-size", "an interleaved pipeline takes them in groups of 2"),
+        ("virtual stages", "--global-batch-size", "an interleaved pipeline takes them in groups of 2"),
+        ("empty stage", "--pipeline-model-parallel-layout with an empty stage", "has ranks without any layer"),
         ("uneven schedule", "--step-batch-size-schedule", "a global batch of 18 does not divide over 4 replicas"),
         ("too little memory", "--ntp-gpu-memory-gb", "does not fit into"),
         ("too few hosts", "copies", "xor:2 needs 2 node domains"),
@@ -205,6 +218,7 @@ def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
         ("two batches", "--step-batch-size-schedule and --global-batch-size"),
         ("no schedule", 'Invalid schedule entry "8"'),
         ("lost", "leave --ntp-lost out"),
+        ("bad stages", "--pipeline-model-parallel-layout Et|tL: Number of decoder layers 2"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(probed, name, message):

@@ -50,6 +50,14 @@ def test_activations_are_those_of_the_published_formula():
     assert full == 12 * 2 * (2048 * 4 * 2048 // 4) * 2 + layer
 
 
+def test_a_stage_without_layers_keeps_nothing():
+    units = transformer_units(MODEL, tp=4, pp=2, depths=(24, 0))
+    training = dataclasses.replace(TRAINING, units=units)
+    assert activation_bytes(training, 0, 4, ()) == 2 * activation_bytes(TRAINING, 0, 4, ())
+    assert activation_bytes(training, 1, 4, ()) == 0
+    assert activation_bytes(training, 1, 4, (), recompute=True) == 0
+
+
 def test_latent_attention_keeps_its_heads_and_in_every_slot_the_latents():
     latent = {
         "kv_lora_rank": 512,

@@ -92,6 +92,13 @@ def test_every_parameter_is_counted_once(job):
                 assert sorted(rows) == list(range(tensor.shape[tensor.dim]))
 
 
+def test_a_job_may_say_how_many_layers_a_stage_has():
+    """The last has the output layer and no other."""
+    first, last = transformer_units(model(layers=3), tp=2, pp=2, depths=(3, 0)).stages
+    assert {count for tensor, count in first.tensors if tensor.family == "attention"} == {3}
+    assert last.elements == 12 * 24 + 24, "12 padded rows, and the norm before them"
+
+
 @given(st.booleans(), st.integers(1, 3))
 def test_tied_embeddings_are_on_the_first_and_the_last_stage(tied, pp):
     stages = transformer_units(model(layers=6, tied=tied), tp=2, pp=pp).stages
