@@ -65,6 +65,7 @@ ON_OBJECTS = {
     ),
     "transformer-engine": _of("transformer_engine.pytorch.distributed:get_distributed_world_size", "cache_clear")
     + _of("transformer_engine.pytorch.distributed:get_distributed_rank", "cache_clear")
+    + _of("megatron.core.extensions.transformer_engine:TEColumnParallelLinear", "__init__")
     + tuple(
         f"megatron.core.extensions.transformer_engine:{layer}.forward"
         for layer in ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear")

@@ -31,10 +31,11 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     padding.py          micro-batches that weigh nothing, so that all replicas of an expert group run alike many
     router_metrics.py   what routers log of a step, summed over uneven replicas
     chained.py          Megatron's optimizers of one model as one optimizer of torch
+    prediction_losses.py  the losses of multi-token prediction in the log, over replicas of different width
     context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it
     fp8_scales.py       FP8's delayed scaling where replicas run different numbers of micro-batches
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
-    stage_layers.py     reads which layers each stage has (--pipeline-model-parallel-layout)
+    stage_layers.py     PURE: reads which layers each stage has (--pipeline-model-parallel-layout)
     pipeline.py         sends activations and gradients between stages of different width
     hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
     cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
@@ -47,6 +48,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
         uneven_experts.py    MoE layers whose slots have any number of experts
         expert_dispatch.py   sends tokens to experts that are not spread evenly
         latent_attention.py  a gradient of latent attention that Megatron leaves partial
+        token_prediction.py  multi-token prediction: joins columns that slots hold different numbers of
         uneven_sequence.py   sequence parallelism where the width does not divide the sequence
         dropout.py           dropout masks that do not depend on the layout
     reduction/          Megatron's gradient buckets and its distributed optimizer, lane by lane

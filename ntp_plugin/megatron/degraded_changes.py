@@ -88,6 +88,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         " share of the keys (Megatron-LM issue 1699); the plugin adds them, from the first step on",
     ),
     DegradedChange(
+        flag="--mtp-num-layers",
+        applies=_given("mtp_num_layers"),
+        change="where a rank is lost between a step and its log, the log of that interval is without the losses of"
+        " multi-token prediction; with a dropout above 0 the job is refused, since masks depend on the layout",
+    ),
+    DegradedChange(
         flag="--micro-batch-size",
         applies=_both("ntp_gpu_memory_gb", "calculate_per_token_loss"),
         change="a degraded replica that would not fit into --ntp-gpu-memory-gb splits its micro-batches",

@@ -18,7 +18,7 @@ from typing import Any
 from ntp_plugin.megatron import recipe_check
 from ntp_plugin.megatron.degraded_changes import CHANGES
 from ntp_plugin.megatron.refusals import Refusal
-from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, PLANNED, TABLE
+from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, MEMORY_LIMIT, PLANNED, TABLE
 
 WORKS, CHANGED, UNSUPPORTED = "works", "works, and changes", "unsupported"
 _ORDER = (UNSUPPORTED, CHANGED, WORKS)
@@ -90,7 +90,6 @@ FAMILIES: tuple[FlagFamily, ...] = (
     _family("--moe-paged-stash", "--moe-paged-stash-"),
     _family("--moe-use-upcycling", "--moe-upcycling-"),
     _family("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"),
-    _family("--mtp-num-layers", "--mtp-"),
     _family("--fp8-recipe", "--fp8-output-proj --reuse-grad-buf-for-mxfp8-", value="mxfp8"),
     _family("--fp8-recipe", "--fp8-quantizer-", value="custom"),
     _family("--first-last-layers-bf16", "--num-layers-at-"),
@@ -158,7 +157,7 @@ def status_of(action: argparse.Action, base: Any) -> FlagStatus:
         base: Megatron's default arguments, of a job with checkpoints and FP8.
     """
     flag = flag_of(action)
-    rows = [row for row in (*TABLE, *LIVE) if row.flag.split()[0] in action.option_strings]
+    rows = [row for row in (*TABLE, *MEMORY_LIMIT, *LIVE) if row.flag.split()[0] in action.option_strings]
     changes = [_sentence(change.change) for change in CHANGES if change.flag == flag]
     if rows:
         found = _unsupported(rows, action, base)

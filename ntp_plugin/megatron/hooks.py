@@ -22,11 +22,13 @@ from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
+from ntp_plugin.megatron.layers.token_prediction import UnevenPrediction
 from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.pipeline import Pipeline
+from ntp_plugin.megatron.prediction_losses import PredictionLosses
 from ntp_plugin.megatron.reduction.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.megatron.unsupported import draws_exact_masks, has_partial_latent_keys
@@ -38,6 +40,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _TRAINING = "megatron.training.training"
 _TE = "megatron.core.extensions.transformer_engine"
+_PREDICTION = "megatron.core.transformer.multi_token_prediction"
 _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 
@@ -68,6 +71,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *(_routers(sync) if job.args.num_experts else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
+        *_predictions(job, sync),
         *fp8_scales.hooks(job.args),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
         *(_checkpoints_of_experts(job.layout, layers) if job.args.num_experts else ()),
@@ -127,6 +131,7 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             why="the output layer divides the vocabulary evenly; any other unknown layer is refused",
             make=layers.column,
         ),
+        *_projections(layers),
         Replacement(
             target=f"{_LAYERS}:RowParallelLinear.__init__",
             why="one outside of attention and MLP is refused",
@@ -202,9 +207,58 @@ def _routers(sync: LaneSync) -> tuple[Replacement, ...]:
             make=padding.uncounted,
         ),
         Replacement(
+            target="megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.apply",
+            why="nor do the losses of its predictions",
+            make=padding.without_padding,
+        ),
+        Replacement(
+            target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+            why="as above",
+            make=padding.uncounted,
+        ),
+        Replacement(
             target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
             why="it takes means over replicas that run alike many micro-batches",
             make=functools.partial(router_metrics.over_all, sync),
+        ),
+    )
+
+
+def _projections(layers: UnevenLayers) -> tuple[Replacement, ...]:
+    """Return the hooks that set how wide the projection of multi-token prediction is, in both kinds of layers."""
+    inside = Replacement(
+        target=f"{_PREDICTION}:MultiTokenPredictionLayer.__init__",
+        why="its projection is neither in attention nor in an MLP",
+        make=layers.prediction,
+    )
+    column = Replacement(
+        target=f"{_TE}:TEColumnParallelLinear.__init__",
+        why="the projection of multi-token prediction divides its rows evenly",
+        make=layers.te_column,
+    )
+    return (inside, column) if te.HAVE_TE else (inside,)
+
+
+def _predictions(job: JobPlan, sync: LaneSync) -> tuple[Replacement, ...]:
+    """Return the hooks of `--mtp-num-layers`."""
+    if not job.args.mtp_num_layers:
+        return ()
+    prediction = UnevenPrediction(job.layout, job.args)
+    return (
+        Replacement(
+            target=f"{_PREDICTION}:gather_from_tensor_model_parallel_region",
+            why="it gathers as many columns from each slot",
+            make=prediction.gather,
+        ),
+        Replacement(
+            target=f"{_PREDICTION}:_vocab_parallel_argmax",
+            why="it finds a token by the width of a slot's vocabulary, as if all were as wide",
+            make=prediction.most_likely,
+        ),
+        Replacement(
+            target=f"{_PREDICTION}:MTPLossLoggingHelper.reduce_metrics_in_tracker",
+            why="it takes the mean over replicas that run the same number of micro-batches",
+            make=PredictionLosses(job, sync).reduce,
         ),
     )
 

@@ -19,14 +19,14 @@ from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import expert_slots, guard_of, taken_together
-from ntp_plugin.megatron.stage_layers import depths, stage_layers
+from ntp_plugin.megatron.stage_layers import depths, require_all_layers, stage_layers
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
 from ntp_plugin.planning.expert_groups import require_whole_groups
 from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, examined, refused
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.planning.units import ModelUnits, transformer_units
+from ntp_plugin.planning.units import ModelUnits, stage_depths, transformer_units
 from ntp_plugin.tested_versions.comparison import refusal, warning
 
 ENABLE = "--ntp-enable"
@@ -85,7 +85,7 @@ def _examined(check: JobCheck, args: Any, policy: TrainingPolicy) -> JobCheck:
         nominal = as_allowed(within_memory(nominal))
     except Refused as error:
         return refused(check, error, flag=flag)
-    notes = _notes_of_accepted(nominal, policy, knows_vocabulary=knows_vocabulary)
+    notes = (*_notes_of_accepted(nominal, policy, knows_vocabulary=knows_vocabulary), *_notes_of_prediction(args))
     check = dataclasses.replace(check, changes=tuple(changes(args)), notes=(*check.notes, *notes))
     return examined(
         check,
@@ -175,6 +175,7 @@ def derived(args: Any, topology: Topology) -> Any:
     args.micro_batch_size = args.micro_batch_size or 1
     args.global_batch_size = args.global_batch_size or args.micro_batch_size * topology.contexts
     args.padded_vocab_size = args.padded_vocab_size or _padded(args)
+    require_all_layers(args)
     args.virtual_pipeline_model_parallel_size = _chunks(args)
     return args
 
@@ -224,9 +225,18 @@ def _units(model: Model, args: Any, policy: TrainingPolicy, topology: Topology) 
         tied=not args.untie_embeddings_and_output_weights,
         bias=bool(args.add_bias_linear),
     )
-    stages = stage_layers(args)
-    each = None if stages is None else depths(stages)
+    each = _depths(args, shape.layers, topology.pp)
     return transformer_units(shape, tp=topology.tp, pp=topology.pp, granule=policy.granule, depths=each)
+
+
+def _depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
+    """Return the layers of each stage; those of multi-token prediction are in the last."""
+    stages = stage_layers(args)
+    if stages is not None:
+        return depths(stages)
+    *before, last = stage_depths(layers, pp)
+    predicting = args.mtp_num_layers or 0
+    return (*before, last + (min(predicting, 1) if args.mtp_use_repeated_layer else predicting))
 
 
 def _both_halves(args: Any) -> int:
@@ -269,6 +279,11 @@ def _notes(unknown: Sequence[str], ranks: StartedRanks, topology: Topology, *, e
     flags = [word for word in unknown if word.startswith("-")]
     if flags:
         yield f"not flags of Megatron, so taken for the script's own: {', '.join(flags)}"
+
+
+def _notes_of_prediction(args: Any) -> Iterator[str]:
+    if args.mtp_num_layers:
+        yield "memory is without the projections of multi-token prediction, and without its copy of the embedding"
 
 
 def _notes_of_accepted(nominal: Nominal, policy: TrainingPolicy, *, knows_vocabulary: bool) -> Iterator[str]:

@@ -1,52 +1,69 @@
-"""Reads which layers each pipeline stage has, where `--pipeline-model-parallel-layout` says it.
+"""Reads which layers each pipeline stage has, where `--pipeline-model-parallel-layout` says it. PURE.
 
 Megatron builds the stages by it, and the plugin takes a model as it was built. So the depths are for `ntp check`, which
 builds none, and for refusals. Megatron puts the embedding into the first stage and the loss into the last one, as
 without the flag.
 """
 
+import re
 from typing import Any
 
 from ntp_plugin.errors import ConfigError
 
 type Kinds = list[str]
-"""The kinds of layers of a virtual stage: `embedding`, `decoder`, `mtp`, `loss`."""
+"""The kinds of layers of a virtual stage."""
+
+_KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 
 
 def stage_layers(args: Any) -> list[list[Kinds]] | None:
-    """Return the virtual stages of each stage, or None if no layout is given.
-
-    Raises:
-        ConfigError: Megatron refuses the layout.
-    """
+    """Return the virtual stages of each stage, or None if no layout is given."""
     given = getattr(args, "pipeline_model_parallel_layout", None)
     if given is None:
         return None
-    given = getattr(given, "input_data", given)  # a configuration has it as Megatron's own object
-    # After the CPU emulation, which the caller may have installed.
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: PLC0415
+    chunks = _chunks(getattr(given, "input_data", given))  # a configuration has Megatron's own object
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    return [chunks[stage::stages] for stage in range(stages)]
 
-    try:
-        layout = PipelineParallelLayerLayout(given, args.pipeline_model_parallel_size)
-        layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
-    except AssertionError as error:
+
+def _chunks(given: Any) -> list[Kinds]:
+    """Return the virtual stages in the order of the model."""
+    if not isinstance(given, str):
+        return [[str(getattr(kind, "name", kind)) for kind in chunk] for chunk in given]
+    text = given.replace(",", "")
+    for repeated in _REPEATED:
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return [[_KINDS.get(letter, letter) for letter in chunk] for chunk in text.split("|")]
+
+
+def require_all_layers(args: Any) -> None:
+    """Raise `ConfigError` if a layout has not as many layers as the model, or as many virtual stages on each rank."""
+    stages = stage_layers(args)
+    if stages is None:
+        return
+    kinds = [kind for stage in stages for chunk in stage for kind in chunk]
+    wanted = {"embedding": 1, "decoder": args.num_layers, "mtp": args.mtp_num_layers or 0, "loss": 1}
+    found = {kind: kinds.count(kind) for kind in wanted}
+    if found != wanted or len(set(map(len, stages))) > 1:
         raise ConfigError(
-            f"--pipeline-model-parallel-layout {given}: {error}",
-            fix="mend the layout: Megatron would not start",
-        ) from None
-    return [[[kind.name for kind in chunk] for chunk in stage] for stage in layout.layout]
+            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {found}, and the model"
+            f" {wanted}, in {sum(map(len, stages))} virtual stages on {len(stages)} ranks: Megatron would not start",
+            fix="mend the layout",
+        )
 
 
 def has_an_empty_stage(args: Any) -> bool:
-    """Whether some stage has no layer in any of its virtual stages, so that its ranks have no parameters. A layout that
-    Megatron refuses has none: Megatron says better what is wrong with it."""
-    try:
-        stages = stage_layers(args)
-    except ConfigError:
-        return False
-    return stages is not None and not all(any(stage) for stage in stages)
+    """Whether some stage has no layer in any of its virtual stages, so that its ranks have no parameters."""
+    return not all(any(stage) for stage in stage_layers(args) or ())
+
+
+def predicts_before_the_loss(args: Any) -> bool:
+    """Whether the layers of multi-token prediction are in another virtual stage than the loss."""
+    chunks = [chunk for stage in stage_layers(args) or () for chunk in stage]
+    return any("mtp" in chunk and "loss" not in chunk for chunk in chunks)
 
 
 def depths(stages: list[list[Kinds]]) -> tuple[int, ...]:
-    """Return the transformer layers of each stage."""
-    return tuple(sum(chunk.count("decoder") for chunk in stage) for stage in stages)
+    """Return the transformer layers of each stage, those of multi-token prediction included."""
+    return tuple(sum(chunk.count("decoder") + chunk.count("mtp") for chunk in stage) for stage in stages)

@@ -10,8 +10,8 @@ from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.refusals import Refusal, above, given, not_built, not_planned
-from ntp_plugin.megatron.stage_layers import has_an_empty_stage
-from ntp_plugin.megatron.unsupported_experts import EXPERTS, EXPERTS_PLANNED
+from ntp_plugin.megatron.stage_layers import has_an_empty_stage, predicts_before_the_loss
+from ntp_plugin.megatron.unsupported_experts import EXPERTS, EXPERTS_PLANNED, NO_MEMORY_LIMIT
 from ntp_plugin.planning.job_check import UnsupportedOption
 from ntp_plugin.planning.units import default_granule
 
@@ -79,14 +79,13 @@ TABLE: tuple[Refusal, ...] = (
         why="divides a context group in two levels of fixed sizes, and a group that has lost a replica is smaller",
         fix="leave it out, with another --cp-comm-type than a2a+p2p",
     ),
-    Refusal(
-        flag="--context-parallel-size with --ntp-gpu-memory-gb",
-        applies=lambda args: above("context_parallel_size")(args) and given("ntp_gpu_memory_gb")(args),
-        why="plans memory for whole sequences, and a rank has a part of each",
-        fix="leave --ntp-gpu-memory-gb out",
-    ),
     *EXPERTS,
     not_built("--overlap-param-gather-with-optimizer-step"),
+    not_built(
+        "--pipeline-model-parallel-layout with m before the last stage",
+        predicts_before_the_loss,
+        fix="multi-token prediction in the stage of the loss: a layout that ends with mL",
+    ),
     Refusal(
         flag="--pipeline-model-parallel-layout with an empty stage",
         applies=has_an_empty_stage,
@@ -115,7 +114,24 @@ TABLE: tuple[Refusal, ...] = (
         why="is for inference: Megatron does not train with it",
         fix="leave it out",
     ),
-    not_built("--mtp-num-layers"),
+    not_built(
+        "--mtp-num-layers with --context-parallel-size",
+        lambda args: given("mtp_num_layers")(args) and above("context_parallel_size")(args),
+        fix="--context-parallel-size 1, or leave --mtp-num-layers out",
+    ),
+    not_built(
+        "--mtp-num-layers with --hybrid-layer-pattern",
+        lambda args: given("mtp_num_layers")(args) and _pattern(args),
+        fix="leave --mtp-num-layers out",
+    ),
+    not_built(
+        "--mtp-num-layers with --fp8-format",
+        lambda args: given("mtp_num_layers")(args) and is_fp8(args),
+        fix="leave one of the two out",
+    ),
+    not_built("--mtp-standalone"),
+    not_built("--mtp-detach-heads"),
+    not_built("--mtp-hybrid-override-pattern"),
     Refusal(
         flag="--fp8-recipe",
         applies=lambda args: is_fp8(args) and fp8_recipe(args) not in FP8_RECIPES,
@@ -285,6 +301,23 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
+MEMORY_LIMIT: tuple[Refusal, ...] = (
+    Refusal(
+        flag="--context-parallel-size with --ntp-gpu-memory-gb",
+        applies=above("context_parallel_size"),
+        why="plans memory for whole sequences, and a rank has a part of each",
+        fix="leave --ntp-gpu-memory-gb out",
+    ),
+    NO_MEMORY_LIMIT,
+    Refusal(
+        flag="--mtp-num-layers with --ntp-gpu-memory-gb",
+        applies=given("mtp_num_layers"),
+        why="weighs its losses by the tokens of a whole micro-batch, and here a micro-batch may be split",
+        fix="leave --ntp-gpu-memory-gb out",
+    ),
+)
+"""What does not work if a GPU's memory for the job is given, by its flag or in a file."""
+
 PLANNED: tuple[Refusal, ...] = (
     *EXPERTS_PLANNED,
     not_planned("--context-parallel-size", above("context_parallel_size")),
@@ -363,6 +396,7 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         _refuse_narrow(policy, layout)
         found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
         found += [*_batch(policy), *_broken_groups(args, layout.topology.tp), *_unaligned(args, policy)]
+        found += _limited(args, policy)
     if draws_exact_masks(args, policy):
         found += _inexact_masks(args, policy)
     _refuse(found, cause)
@@ -378,7 +412,7 @@ def unsupported_live(args: Any, policy: TrainingPolicy) -> list[UnsupportedOptio
     tp = args.tensor_model_parallel_size
     found = [*_applying((*TABLE, *LIVE), args), *_other_masks(args, policy)]
     found += _inexact_masks(args, policy) if draws_exact_masks(args, policy) else ()
-    found += [*_broken_groups(args, tp), *_batch(policy), *_unaligned(args, policy)]
+    found += [*_broken_groups(args, tp), *_batch(policy), *_unaligned(args, policy), *_limited(args, policy)]
     if policy.min_tp_width > tp:
         found.append(
             UnsupportedOption(
@@ -405,6 +439,10 @@ def _applying(table: Iterable[Refusal], args: Any) -> Iterator[UnsupportedOption
     for refusal in table:
         if refusal.applies(args):
             yield UnsupportedOption(flag=refusal.flag, why=refusal.why, fix=refusal.fix)
+
+
+def _limited(args: Any, policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
+    yield from _applying(MEMORY_LIMIT if policy.gpu_memory_gb is not None else (), args)
 
 
 def _too_few_processes(args: Any, layout: Layout) -> Iterator[UnsupportedOption]:

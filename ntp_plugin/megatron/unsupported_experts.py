@@ -21,12 +21,6 @@ def _balances_by(kind: str) -> Callable[[Any], object]:
 
 
 EXPERTS: tuple[Refusal, ...] = (
-    Refusal(
-        flag="--num-experts with --ntp-gpu-memory-gb",
-        applies=_with_experts(given("ntp_gpu_memory_gb")),
-        why="plans memory for the layers of a dense model",
-        fix="leave --ntp-gpu-memory-gb out",
-    ),
     not_built("--fp8-format with --num-experts", _with_experts(given("fp8")), fix="leave --fp8-format out"),
     Refusal(
         flag="--moe-router-load-balancing-type",
@@ -69,6 +63,14 @@ EXPERTS: tuple[Refusal, ...] = (
     ),
 )
 """What is refused beside `unsupported.TABLE`."""
+
+NO_MEMORY_LIMIT = Refusal(
+    flag="--num-experts with --ntp-gpu-memory-gb",
+    applies=_has_experts,
+    why="plans memory for the layers of a dense model",
+    fix="leave --ntp-gpu-memory-gb out",
+)
+"""What is refused beside `unsupported.MEMORY_LIMIT`."""
 
 EXPERTS_PLANNED: tuple[Refusal, ...] = (
     not_planned("--num-experts", _has_experts),

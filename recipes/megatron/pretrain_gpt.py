@@ -90,7 +90,9 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tens
 def forward_step(samples: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Compute the forward pass of one micro-batch."""
     tokens, labels, position_ids, loss_mask = get_batch(samples)
-    return model(tokens, position_ids, None, labels=labels), functools.partial(loss_func, loss_mask)
+    return model(tokens, position_ids, None, labels=labels, loss_mask=loss_mask), functools.partial(
+        loss_func, loss_mask
+    )
 
 
 def main() -> None:

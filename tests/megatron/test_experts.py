@@ -112,6 +112,7 @@ def test_the_experts_of_a_lost_slot_go_to_the_others_of_its_group():
         pytest.param(job(f"{OF_TWO} --hidden-dropout 0.1 --ntp-dropout exact --ntp-enable"), [1], id="exact masks"),
         pytest.param(job(f"{OF_TWO} {PER_TOKEN}", cp=2, dp=2), [1], id="context groups"),
         pytest.param(job(chunks=2, pp=2, dp=2), [1], id="interleaved"),
+        pytest.param(job(f"{GROUPED} {A2A} {EP4} --mtp-num-layers 1"), [1], id="multi-token prediction"),
     ],
 )
 def test_a_replica_is_lost_and_comes_back(one, lost):

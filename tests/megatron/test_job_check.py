@@ -39,6 +39,12 @@ script("interleaved", "--pipeline-model-parallel-size", "2", "--num-layers-per-v
 for name, stages in (("stages", "Ettt|tL"), ("virtual stages", "Ett|t|t|L"), ("bad stages", "Et|tL")):
     script(name, "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", stages,
            "--global-batch-size", "6", own=("--world-size", "16"))
+script("predictions", "--mtp-num-layers", "2", "--pipeline-model-parallel-size", "2", "--global-batch-size", "6",
+       "--attention-dropout", "0", "--hidden-dropout", "0", own=("--world-size", "16"))
+script("several about predictions", "--mtp-num-layers", "1", "--context-parallel-size", "2", "--ntp-gpu-memory-gb", "9",
+       "--mtp-detach-heads", "--calculate-per-token-loss", "--attention-dropout", "0", "--hidden-dropout", "0",
+       "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Ett|tt|m|L",
+       own=("--world-size", "32"))
 script("empty stage", "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett||tt|L",
        own=("--world-size", "32"))
 script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
@@ -189,6 +195,25 @@ def test_stages_have_the_layers_that_the_layout_says(found):
     assert found("stages", 0)["memory"]["nominal"]["weights"] == 4 * (1024 * 64 // 4 + 3 * (cut // 4 + whole))
 
 
+def test_layers_of_multi_token_prediction_are_in_the_last_stage(found):
+    """Beside two of the four others; what is not counted there has a note."""
+    check = found("predictions", 0)
+    cut, whole = 4 * 64 * 64 + 2 * 256 * 64 + 3 * 64 + 256, 2 * 64 + 2 * 64
+    assert check["memory"]["nominal"]["weights"] == 4 * (1024 * 64 // 4 + 4 * (cut // 4 + whole) + 64)
+    assert "without the projections of multi-token prediction" in " ".join(check["notes"])
+    assert "--mtp-num-layers" in {option["flag"] for option in check["changes"]}
+
+
+def test_what_multi_token_prediction_does_not_go_with(found):
+    flags = {option["flag"] for option in found("several about predictions", 1)["unsupported"]}
+    assert flags >= {
+        "--mtp-num-layers with --context-parallel-size",
+        "--mtp-num-layers with --ntp-gpu-memory-gb",
+        "--mtp-detach-heads",
+        "--pipeline-model-parallel-layout with m before the last stage",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "why"),
     [
@@ -218,7 +243,7 @@ def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
         ("two batches", "--step-batch-size-schedule and --global-batch-size"),
         ("no schedule", 'Invalid schedule entry "8"'),
         ("lost", "leave --ntp-lost out"),
-        ("bad stages", "--pipeline-model-parallel-layout Et|tL: Number of decoder layers 2"),
+        ("bad stages", "--pipeline-model-parallel-layout Et|tL has {'embedding': 1, 'decoder': 2"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(probed, name, message):

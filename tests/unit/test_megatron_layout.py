@@ -115,6 +115,7 @@ def arguments(**changes):
     [
         {},
         {"hybrid_layer_pattern": "*--*"},
+        {"pipeline_model_parallel_layout": "Et*3,|(tt|)*6mL", "pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
         {"optimizer": "sgd"},
         {"softmax_type": "off-by-one"},
         {"log_params_norm": True, "overlap_param_gather": True, "log_num_zeros_in_grad": True},
@@ -138,9 +139,25 @@ def test_supported_settings_pass(changes):
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
+        ({"context_parallel_size": 2}, "--context-parallel-size with --ntp-gpu-memory-gb"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers with --ntp-gpu-memory-gb"),
+    ],
+)
+def test_what_is_refused_where_memory_is_limited(changes, flag):
+    """By a flag or a file: the policy has both."""
+    with pytest.raises(Refused, match=flag):
+        refuse_what_does_not_work(arguments(**changes), TrainingPolicy(gpu_memory_gb=80.0), layout("r1.s0.t3"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
         ({"hierarchical_context_parallel_sizes": [2, 2]}, "--hierarchical-context-parallel-sizes"),
-        ({"context_parallel_size": 2, "ntp_gpu_memory_gb": 80.0}, "--context-parallel-size with --ntp-gpu-memory-gb"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"mtp_num_layers": 1, "context_parallel_size": 2}, "--mtp-num-layers with --context-parallel-size"),
+        ({"mtp_num_layers": 1, "fp8": "hybrid"}, "--mtp-num-layers with --fp8-format"),
+        ({"mtp_num_layers": 1, "hybrid_layer_pattern": "*-"}, "--mtp-num-layers with --hybrid-layer-pattern"),
+        ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
@@ -177,7 +194,14 @@ def test_supported_settings_pass(changes):
         ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32"),
         ({"lazy_mpu_init": True}, "--lazy-mpu-init"),
         ({"perform_initialization": False}, "--no-initialization"),
-        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, "--pipeline-model-parallel-layout"),
+        (
+            {"pipeline_model_parallel_layout": "Ett||(t|)*2L", "pipeline_model_parallel_size": 5},
+            "--pipeline-model-parallel-layout with an empty stage",
+        ),
+        (
+            {"pipeline_model_parallel_layout": "Et*3|m|L", "pipeline_model_parallel_size": 3, "mtp_num_layers": 1},
+            "--pipeline-model-parallel-layout with m before the last stage",
+        ),
         ({"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p"),
         ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"use_te_activation_func": True}, "--use-te-activation-func"),

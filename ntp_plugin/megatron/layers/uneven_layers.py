@@ -6,10 +6,10 @@ configuration, vocabulary layers as the number of rows. The plugin only corrects
 of a slot's rows.
 
 The types decide which layers these are: `SelfAttention`, `MLASelfAttention` and `MLP`, with the parallel layers inside;
-the embedding; and a column-parallel layer outside of them with as many rows as the vocabulary, which is the output
-layer. Any other parallel layer is refused. How a parameter is cut follows from the attributes that Megatron's layers
-set on it: parallel or not, along which dim, in how many runs (`partition_stride`). The plugin stores it as a `planning`
-tensor in an attribute of its own.
+the embedding; a column-parallel layer of `MultiTokenPredictionLayer` itself, which is its projection; and one outside
+of all of them with as many rows as the vocabulary, which is the output layer. Any other parallel layer is refused. How
+a parameter is cut follows from the attributes that Megatron's layers set on it: parallel or not, along which dim, in
+how many runs (`partition_stride`). The plugin stores it as a `planning` tensor in an attribute of its own.
 
 Initial weights: Megatron draws the whole matrix and takes the slot's part. Here the matrix is drawn in its nominal
 shape, so that everything that is drawn later is the same too, and the part is made of the slot's units.
@@ -26,6 +26,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 
 from ntp_plugin.errors import Refused
+from ntp_plugin.megatron.layers.token_prediction import projection_of
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.units import (
@@ -51,6 +52,7 @@ class UnevenLayers:
         self._open: Family | None = None
         self._vocabulary: Family | None = None
         self._as_they_are = False
+        self._predicts = False
 
     # ------------------------------------------------ constructors
 
@@ -122,6 +124,9 @@ class UnevenLayers:
             if self._open is not None or self._as_they_are:
                 original(module, input_size, output_size, *args, **kwargs)
                 return
+            if self._predicts:
+                self._project(original, module, input_size, output_size, **kwargs)
+                return
             family = self._vocabulary or self._vocabulary_of(self.args.padded_vocab_size)
             if output_size != family.units:
                 raise _unknown(f"a column-parallel layer with {output_size} rows")
@@ -131,6 +136,40 @@ class UnevenLayers:
             self._describe(module, family)
 
         return init
+
+    def te_column(self, original: Any) -> Any:
+        """`TEColumnParallelLinear.__init__`."""
+
+        @functools.wraps(original)
+        def init(module: Any, *sizes: int, **kwargs: Any) -> None:
+            if self._predicts and self._open is None and not self._as_they_are:
+                self._project(original, module, *sizes, **kwargs)
+            else:
+                original(module, *sizes, **kwargs)
+
+        return init
+
+    def prediction(self, original: Any) -> Any:
+        """`MultiTokenPredictionLayer.__init__`."""
+
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> None:
+            self._predicts = True
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._predicts = False
+
+        return init
+
+    def _project(self, original: Any, module: Any, inputs: int, outputs: int, *, config: Any, **kwargs: Any) -> None:
+        """Make the projection of multi-token prediction."""
+        family = projection_of(outputs)
+        virtual = copy.copy(config)
+        virtual.tensor_model_parallel_size = self.layout.width
+        with self._cutting(family):
+            original(module, inputs, self._virtual(family), config=virtual, **kwargs)
+        self._describe(module, family)
 
     def row(self, original: Any) -> Any:
         """`RowParallelLinear.__init__`."""

@@ -39,6 +39,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     export.py              writes copies as a Megatron checkpoint (`ntp copies export`)
     loss_scale.py          changes the loss scale of fp16 where a step is over
     logs.py                writes a recovery to Megatron's own logs
+    prediction_log.py      the losses of multi-token prediction in the log, where a rank is lost
     fingerprints.py        what a rank's training depends on, compared across ranks
     fault_points.py        the points in a step and in a recovery where faults can be injected
 

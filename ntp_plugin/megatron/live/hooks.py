@@ -181,6 +181,11 @@ def _between(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda original: _left_out(loop, _by_those_who_have_some(job, original), _nothing_of_routers),
         ),
         Replacement(
+            target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
+            why="as above, and what a lost rank has summed is missing",
+            make=job.predictions.tracked,
+        ),
+        Replacement(
             target=f"{_TRAINING}:reduce_max_stat_across_model_parallel_group",
             why="the log asks for a learning rate that all ranks share",
             make=lambda original: _left_out(loop, original, lambda stat, *_, **__: stat),
@@ -214,6 +219,8 @@ def _schedule(job: "MegatronJob", original: Any) -> Any:
     def get(*args: Any, **kwargs: Any) -> Any:
         def run(**run_kwargs: Any) -> Any:
             share = job.trainer.share
+            if not run_kwargs.get("forward_only"):
+                job.predictions.begin_step()
             losses = (share.schedule(original) if share else original)(*args, **kwargs)(**run_kwargs)
             if not run_kwargs.get("forward_only"):
                 job.step.reported(losses, of_all=share is not None)

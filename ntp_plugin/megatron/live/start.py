@@ -24,6 +24,7 @@ from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.live import export, fingerprints, hooks
 from ntp_plugin.megatron.live.failed_save import require_saved
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.megatron.live.prediction_log import PredictionLog
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.scales import JobScales
 from ntp_plugin.megatron.live.step_replay import LoopState
@@ -98,6 +99,7 @@ class MegatronJob:
             event_writer=self.event_writer,
         )
         self.saves = self.trainer.saves = UnfinishedSave(self)
+        self.predictions = PredictionLog(self)
         self._alone = Alone()
         if place.joining:
             args.tp_comm_overlap = False  # the others make no user buffers with it

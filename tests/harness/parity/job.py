@@ -150,6 +150,9 @@ class Seen:
     """The losses of each pass over the validation set."""
     gathered_ahead: int
     """How often a module of the forward came to its bucket's parameters, and they had been on their way till then."""
+    predicted: list[float]
+    """Each step's losses of multi-token prediction, and how many of its predictions were right so far; on ranks of the
+    last stage."""
     sent: dict[str, float]
     """Bytes of gradients, by the collective that `reduction/` issued, as a ring sends them."""
     route: Any
@@ -252,10 +255,13 @@ class Looker:
         self._overlapped = 0
         self._gathered_ahead = 0
         self._evaluated: list[float] = []
+        self._predicted: list[float] = []
         self._sent = dict.fromkeys(COLLECTIVES, 0.0)
         self._watch_buckets()
         training.training_log = self._with_log(training.training_log)
         training.evaluate = self._with_evaluation(training.evaluate)
+        logged = training.MTPLossLoggingHelper
+        logged.track_mtp_metrics = staticmethod(self._with_predictions(logged.track_mtp_metrics))
         training.post_training_step_callbacks = self._with_step(training.post_training_step_callbacks)
         if job.masked:
             MockGPTDataset.__getitem__ = _with_masks(MockGPTDataset.__getitem__)
@@ -291,6 +297,18 @@ class Looker:
             return results
 
         return evaluated
+
+    def _with_predictions(self, track: Any) -> Any:
+        from megatron.training import training  # noqa: PLC0415
+
+        @functools.wraps(track)
+        def tracked(scale: float, iteration: int, writer: Any, wandb: Any, totals: Any) -> None:
+            track(scale, iteration, writer, wandb, totals)
+            self._predicted += [float(total) for name, total in totals.items() if name.startswith("mtp_")]
+            right = training.MTPLossLoggingHelper.tracker.get("cumulative_correct_values")
+            self._predicted += [] if right is None else right.tolist()
+
+        return tracked
 
     def _with_step(self, callbacks: Any) -> Any:
         def after_step(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -362,6 +380,7 @@ class Looker:
             collectives=self._collectives,
             overlapped=self._overlapped,
             evaluated=self._evaluated,
+            predicted=self._predicted,
             gathered_ahead=self._gathered_ahead,
             sent=self._sent,
             route=self._sync._job.plan.routes[0] if self._sync else None,

@@ -50,6 +50,7 @@ from ntp_plugin.resharding import rebuild, reshard
 from ntp_plugin.resharding.rebuild import WEIGHT, Entries
 from ntp_plugin.testing import harm
 from tests.harness.parity.conditions import plant
+from tests.harness.parity.spoilt_prediction import *  # noqa: F403
 
 
 def scale_by_replicas() -> None:
