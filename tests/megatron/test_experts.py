@@ -24,7 +24,8 @@ SINKHORN = "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1"
 GROUPED, A2A = "--moe-grouped-gemm", "--moe-token-dispatcher-type alltoall"
 EP2, EP4, SP = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4", "--sequence-parallel"
 PER_TOKEN = "--calculate-per-token-loss"
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
+IN_ONE_BUCKET = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SHARDED = f"{IN_ONE_BUCKET} --ddp-bucket-size 9000"
 OF_TWO = f"{GROUPED} {A2A} {EP2}"
 
 
@@ -128,10 +129,11 @@ def test_controls_are_noticed(spoil):
 
 
 @pytest.mark.parametrize(
-    "more", [OF_TWO, f"{A2A} {EP2}", f"{OF_TWO} {SHARDED}"], ids=["grouped", "one by one", "sharded"]
+    "more", [OF_TWO, f"{A2A} {EP2}", f"{OF_TWO} {IN_ONE_BUCKET}"], ids=["grouped", "one by one", "sharded"]
 )
 def test_a_checkpoint_of_a_reduced_group_is_that_of_all(tmp_path, more):
-    """Equal to stock Megatron's, and a nominal job goes on with it."""
+    """Equal to stock Megatron's, and a nominal job goes on with it. Of a sharded optimizer in several buckets stock
+    Megatron itself saves other values than it has: its optimizer's copy of a weight is not the weight."""
     sharded = " --dist-ckpt-optim-fully-reshardable" if "--use-distributed" in more else ""
     one = job(f"{more}{sharded}")
     lose(dataclasses.replace(one, more=f"{one.more} {saving(tmp_path / 'ours')}"), 1, back=False)

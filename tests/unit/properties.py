@@ -14,6 +14,7 @@ from ntp_plugin.planning import (
     batch_split,
     copy_placement,
     core_route,
+    expert_groups,
     lanes,
     parity_groups,
     recovery_plan,
@@ -22,6 +23,7 @@ from ntp_plugin.planning import (
     transfers,
 )
 from ntp_plugin.reduction import core_slices, gradient_lanes
+from tests.unit.strategies import expert_families
 
 
 def each(spans):
@@ -383,3 +385,17 @@ def lose_then_return_is_the_identity(nominal, lost):
     assert back.resettled_copies == whole.resettled_copies == ()
     assert not back.degraded
     assert not back.dropped
+
+
+def experts_are_once_in_each_group(nominal, lost, number):
+    """Each expert group that is left has every expert once, and each of its slots its own, within one of the others."""
+    after, places = topology.SurvivingReplicas(topology=nominal, lost=lost, min_tp_width=1), nominal.expert_slots
+    groups, families = expert_groups.groups_of(after), expert_families(nominal.expert_slots, number)
+    for stage, group in itertools.product(range(nominal.pp), groups.replicas):
+        pattern = groups.pattern(group, stage)
+        held = [expert_groups.holdings(families, places, pattern, place) for place in range(places)]
+        assert sorted(itertools.chain(*held)) == list(itertools.product(range(places), range(number)))
+        sizes = [len(mine) for place, mine in enumerate(held) if place not in pattern]
+        assert max(sizes) - min(sizes) <= 1
+        for place, mine in enumerate(held):
+            assert place in pattern or {(place, own) for own in range(number)} <= set(mine)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from ntp_plugin.config import schema
 from ntp_plugin.config.sections import Job
 from ntp_plugin.planning.recovery_plan import Nominal
-from ntp_plugin.planning.topology import Slot
+from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.planning.units import Family
 
 
@@ -113,3 +113,26 @@ def situations_with_joiners(draw):
     safe = draw(spared_replicas(nominal))
     lost_before, lost, empty = (draw(losses(nominal, safe)) for _ in range(3))
     return nominal, lost_before, lost, None, empty - lost
+
+
+def job_with_experts(tp=1, dp=4, of_group=2, pp=1):
+    return Topology(
+        tp=tp, pp=pp, dp=dp, gpus_per_node=8, nodes_per_rack=1, racks_per_power_row=1, expert_slots=of_group
+    )
+
+
+def expert_families(places, each):
+    return [Family(name=f"experts {j}", units=places, number=j, each=each) for j in range(each)]
+
+
+@st.composite
+def jobs_with_experts(draw):
+    """A job with experts, and lost slots that leave a replica."""
+    tp, together = draw(st.sampled_from([(1, 2), (1, 4), (2, 4), (2, 2), (4, 2), (2, 1)]))
+    groups = draw(st.integers(1, 3))
+    dp = max(1, together // tp) * groups
+    topology = job_with_experts(tp=tp, dp=dp, of_group=together, pp=draw(st.integers(1, 2)))
+    slots = [slot for replica in range(dp) for stage in range(topology.pp) for slot in topology.group(replica, stage)]
+    spared = draw(st.integers(0, dp - 1))
+    lost = draw(st.sets(st.sampled_from(slots), max_size=4))
+    return topology, frozenset(slot for slot in lost if slot.replica != spared), draw(st.integers(1, 5))

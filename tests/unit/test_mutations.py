@@ -23,7 +23,7 @@ from ntp_plugin.planning import (
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.reduction import core_slices
 from tests.unit import properties
-from tests.unit.strategies import families_with_patterns, situations, situations_with_joiners
+from tests.unit.strategies import families_with_patterns, jobs_with_experts, situations, situations_with_joiners
 from tests.unit.test_batch_split import batches
 from tests.unit.test_copy_placement import clusters
 from tests.unit.test_lanes import degraded_jobs
@@ -173,7 +173,27 @@ def hold_pads(sound):
 
 SOUND_LAY_OUT = shard_layout.lay_out
 LAYOUT, BATCH, COPIES, PARITIES = families_with_patterns(), batches(), clusters(), parity_clusters()
+
+
+def leave_orphans_alone(sound):
+    """Lost: the experts of a lost slot go to nobody."""
+
+    def broken(family, places, pattern):
+        return [
+            sp.intersection(units, ((place, place + 1),)) for place, units in enumerate(sound(family, places, pattern))
+        ]
+
+    return broken
+
+
 MUTATIONS = [
+    (
+        shard_layout,
+        "_of_one_number",
+        leave_orphans_alone,
+        properties.experts_are_once_in_each_group,
+        jobs_with_experts(),
+    ),
     (shard_layout, "lay_out", swap_first_two_owners, properties.layout_owns_every_unit_once, LAYOUT),
     (sp, "even_sizes", cut_one_too_far, properties.layout_is_as_even_as_can_be, LAYOUT),
     (dealing, "_Table", deal_all_to_the_next, properties.layout_is_as_even_as_can_be, LAYOUT),
