@@ -117,7 +117,7 @@ def check(flags: Sequence[str]) -> "tuple[UnsupportedOption, ...]":
         ```python
         from ntp_plugin.megatron import check
 
-        for option in check(["--num-experts", "8", "--ntp-enable"]):
+        for option in check(["--te-rng-tracker", "--ntp-enable"]):
             print(option.flag, option.why, option.fix)
         ```
     """

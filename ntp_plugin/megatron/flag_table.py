@@ -201,8 +201,6 @@ def _unsupported(rows: Sequence[Refusal], action: argparse.Action, base: Any) ->
     if not refused or len(refused) == len(values):
         instead = "" if fix.startswith("leave ") else f". Instead: {fix}"
         return FlagStatus(status=UNSUPPORTED, text=_sentence(why) + instead)
-    if action.choices is None:
-        return FlagStatus(status=CHANGED, text=f"Unsupported above {min(set(values) - set(refused))}: {why}")
     return FlagStatus(status=CHANGED, text=f"Unsupported: {', '.join(map(_code, refused))}: {why}")
 
 

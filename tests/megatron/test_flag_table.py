@@ -22,7 +22,7 @@ changed = {row.flag for row in CHANGES}
 flags = [flag_table.flag_of(action) for action in parser._actions]
 idle = [prefix for family in flag_table.FAMILIES for prefix in family.prefixes
         if not any(flag.startswith(prefix) for flag in flags)]
-flag_table.TABLE = tuple(row for row in flag_table.TABLE if row.flag != "--num-experts")
+flag_table.TABLE = tuple(row for row in flag_table.TABLE if row.flag != "--moe-use-upcycling")
 print(json.dumps({
     "page": listed,
     "refused": sorted(refused),
@@ -72,12 +72,11 @@ def test_rows_of_the_tables_are_about_flags_that_there_are(found):
 
 
 def test_a_refusal_that_is_removed_changes_the_page(found):
-    assert row_of(found["page"], "--num-experts")[0] == "unsupported"
-    assert row_of(found["page"], "--moe-grouped-gemm") == ["unsupported", "goes with `--num-experts`"]
-    assert row_of(found["without"], "--num-experts") == ["works", ""]
-    assert row_of(found["without"], "--moe-grouped-gemm") == ["works", ""]
+    assert row_of(found["page"], "--moe-use-upcycling")[0] == "unsupported"
+    assert row_of(found["page"], "--moe-upcycling-granularity") == ["unsupported", "goes with `--moe-use-upcycling`"]
+    assert row_of(found["without"], "--moe-use-upcycling") == ["works", ""]
+    assert row_of(found["without"], "--moe-upcycling-granularity") == ["works", ""]
 
 
 def test_values_that_are_refused_are_named(found):
     assert row_of(found["page"], "--softmax-type")[1].startswith("Unsupported: `learnable`: ")
-    assert row_of(found["page"], "--expert-model-parallel-size")[1].startswith("Unsupported above 1: ")

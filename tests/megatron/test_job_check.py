@@ -29,7 +29,7 @@ script("accepted")
 script("not enabled", flags=())
 script("sharded", "--use-distributed-optimizer", "--bf16", own=("--nnodes", "2", "--nproc-per-node", "4"))
 script("no copies", "--use-distributed-optimizer", "--ntp-copies-mode", "off", own=("--world-size", "8"))
-script("several", "--num-experts", "8", "--use-torch-fsdp2", "--my-own-flag", "7")
+script("several", "--te-rng-tracker", "--use-torch-fsdp2", "--my-own-flag", "7")
 script("latent", "--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16", "--ntp-gpu-memory-gb", "1",
        own=("--world-size", "8"))
 script("changes", "--async-save", "--save", "x", "--sequence-parallel", "--overlap-param-gather",
@@ -61,7 +61,7 @@ for name, sizes, own in (("schedule", "0:8 1K:16", ()), ("uneven schedule", "0:8
 script("lost", "--ntp-lost", "r0.s0.t0")
 check("no layers", ["--json", "pretrain_gpt.py", "--hidden-size", "64"])
 check("recipe", ["--json", sys.argv[1], "--ntp-copies-protect", "all"])
-check("text", ["pretrain_gpt.py", *MODEL, "--num-experts", "8", "--ntp-enable"])
+check("text", ["pretrain_gpt.py", *MODEL, "--te-rng-tracker", "--ntp-enable"])
 check("accepted text", ["pretrain_gpt.py", *MODEL, "--use-distributed-optimizer", "--async-save", "--save", "x"])
 print(json.dumps(found))
 """
@@ -162,7 +162,7 @@ def test_latent_attention_is_counted_by_its_own_matrices(found):
 @pytest.mark.short
 def test_all_unsupported_options_are_named_at_once(found):
     check = found("several", 1)
-    assert [option["flag"] for option in check["unsupported"]] == ["--num-experts", "--use-torch-fsdp2"]
+    assert [option["flag"] for option in check["unsupported"]] == ["--use-torch-fsdp2", "--te-rng-tracker"]
     assert all(option["why"] and option["fix"] for option in check["unsupported"])
     assert (check["accepted"], check["survivals"], check["memory"], check["changes"]) == (False, [], None, [])
     assert "not flags of Megatron, so taken for the script's own: --my-own-flag" in check["notes"]
@@ -268,7 +268,7 @@ def test_tables(probed):
     refused, accepted = probed["text"], probed["accepted text"]
     assert (refused["code"], accepted["code"]) == (1, 0)
     assert refused["out"].startswith("not accepted: 1 option is not supported")
-    assert "--num-experts" in refused["out"]
+    assert "--te-rng-tracker" in refused["out"]
     assert accepted["out"].startswith("accepted")
     for words in (
         "any one slot",

@@ -22,14 +22,14 @@ try:
     check([*MODEL, "--num-layers", "two", "--ntp-enable"])
 except ConfigError as error:
     refused = str(error)
-(experts,) = check([*MODEL, "--num-experts", "8", "--ntp-enable"])
+(tracker,) = check([*MODEL, "--te-rng-tracker", "--ntp-enable"])
 print(json.dumps({
     "accepted": flags("--ntp-enable"),
     "of a script": flags("--ntp-enable", "--my-own-flag", "7"),
-    "off": flags("--num-experts", "8"),
-    "several": flags("--num-experts", "8", "--use-torch-fsdp2", "--tensor-model-parallel-size", "3", "--ntp-enable"),
+    "off": flags("--te-rng-tracker"),
+    "several": flags("--te-rng-tracker", "--use-torch-fsdp2", "--tensor-model-parallel-size", "3", "--ntp-enable"),
     "masks": flags("--hidden-dropout", "0.1", "--ntp-enable", "--ntp-dropout", "framework"),
-    "fix": experts.fix,
+    "fix": tracker.fix,
     "refused": refused,
 }))
 """
@@ -44,7 +44,7 @@ def test_all_unsupported_options_are_found_without_a_model():
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["accepted"] == found["of a script"] == found["off"] == []
-    assert found["several"] == ["--num-experts", "--use-torch-fsdp2", "--num-query-groups"]
+    assert found["several"] == ["--use-torch-fsdp2", "--te-rng-tracker", "--num-query-groups"]
     assert found["masks"] == ["--hidden-dropout"]
-    assert "--num-experts" in found["fix"]
+    assert "--te-rng-tracker" in found["fix"]
     assert "invalid int value: 'two'" in found["refused"]
