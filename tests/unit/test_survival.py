@@ -133,3 +133,27 @@ def test_the_memory_of_copies():
     assert copy_memory(whole, CopyPolicy(count=1), bytes_per_parameter=12).version == elements * 12
     parities = copy_memory(job(dp=4, sharded=True), CopyPolicy(mode="xor:2"), bytes_per_parameter=12)
     assert parities.far == parities.near // 2
+
+
+def job_with_experts(expert_slots, **options):
+    """Eight replicas on two hosts, whose experts are in groups of so many ranks."""
+    nominal = job(tp=1, dp=8, per_host=4, **options)
+    return dataclasses.replace(nominal, topology=dataclasses.replace(nominal.topology, expert_slots=expert_slots))
+
+
+def test_experts_come_from_copies():
+    nominal = job_with_experts(4)
+    assert found(nominal, CopyPolicy())[SLOT].state_from == (COPIES,)
+    without = found(nominal)[SLOT]
+    assert (without.survived, without.exit_code) == (0, 4)
+    assert "copies are off" in without.why
+
+
+@pytest.mark.parametrize(
+    ("expert_slots", "sharded", "survives"), [(4, False, True), (8, False, False), (4, True, False)]
+)
+def test_a_host_that_takes_its_copies_along(expert_slots, sharded, survives):
+    """Another expert group has the same experts, and nobody the same part of a sharded optimizer."""
+    lost = found(job_with_experts(expert_slots, sharded=sharded), CopyPolicy(mode="near"))[HOST]
+    assert (lost.exit_code == 0) == survives
+    assert survives or "on lost hosts" in lost.why
