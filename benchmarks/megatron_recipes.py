@@ -15,8 +15,8 @@ that is drawn from the recipe's name is killed at a fault point and in a step dr
 reference run is the same without the kill.
 
 Each finished recipe is a line in build/show/megatron-recipes.jsonl, and the next call continues after it. Recipes whose
-scaled command lines are the same run once; those of more than 8 ranks, of another script, and of a data set that cannot
-be mock, are not run.
+scaled command lines are the same run once; those of more than 8 ranks, of another script, of a data set that cannot be
+mock, and those that end themselves by a wrong result on purpose, are not run.
 """
 
 import collections
@@ -71,8 +71,9 @@ _ONLY_WHERE_GIVEN = ("--ffn-hidden-size", "--kv-channels", "--num-query-groups")
 _LAYERS = "--num-layers"
 _UNEVEN = ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split")
 """Recipes with one of these keep their number of layers, which these flags divide."""
-_NOT_AT_THIS_SCALE = frozenset({"--export-te-mcore-model", "--fim-data"})
-"""Flags of Megatron-LM's script for ModelOpt, and of a data set that cannot be mock."""
+_NOT_AT_THIS_SCALE = frozenset({"--export-te-mcore-model", "--fim-data", "--error-injection-rate"})
+"""Flags of Megatron-LM's script for ModelOpt, of a data set that cannot be mock, and of wrong results on purpose, with
+which Megatron ends its own job."""
 
 
 def recipes(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

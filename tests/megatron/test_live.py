@@ -514,3 +514,13 @@ def test_events_are_recorded(tmp_path):
     assert [one.event.action for one in recorded if isinstance(one.event, Chosen)] == ["reduce tp"]
     assert sum(isinstance(one.event, Began) for one in recorded) == 4
     assert sum(isinstance(one.event, Ended) for one in recorded) == 3
+
+
+def test_samples_are_recorded_once_where_a_model_has_several_chunks(tmp_path):
+    """Each chunk has a loader, and draws the same samples."""
+    events = tmp_path / "events"
+    more = f"--ntp-events {events} --train-iters 4"
+    live(job(tp=1, pp=2, chunks=2, batch=8, more=more), faults=[])
+    committed = [one.event for one in Follower(events).news() if isinstance(one.event, Committed)]
+    drawn = [(event.step, sample) for event in committed for sample in event.samples]
+    assert len(drawn) == len(set(drawn)) == 4 * 8

@@ -111,7 +111,8 @@ class SampleHooks:
             def make(consumed: int) -> Any:
                 return (self.make_training(original) if training else original)(dataset, consumed)
 
-            loader = Rewindable(make, consumed, note=self.drawn.extend if training and self._noted else None)
+            is_first = training and not self._training  # each chunk of a model has a loader, of the same samples
+            loader = Rewindable(make, consumed, note=self.drawn.extend if is_first and self._noted else None)
             if training:
                 self._training.append(loader)
             elif dataset is self._sets[1]:
