@@ -16,7 +16,7 @@ were made with. A tensor that differs is named, and nobody trains on it.
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,9 +193,10 @@ class Restoration:
             )
         return {held.tensor_slice.tensor: held for source in self.sources for held in source.manifest.held}
 
-    def extras(self) -> Mapping[str, Any]:
-        """What was noted besides tensors: this slot's own, if it had any."""
-        return self.sources[0].manifest.extras
+    def extras(self, alike: Collection[int] = ()) -> Mapping[str, Any]:
+        """What was noted besides tensors: this slot's own, if it had any, else that of one of the slots `alike`."""
+        of_those = (source for source in self.sources if source.manifest.slot in alike)
+        return next(of_those, self.sources[0]).manifest.extras
 
     def _holders(self) -> set[int]:
         return {slot for source in (*self.sources, *self._parities) for slot in source.manifest.holders}

@@ -39,6 +39,8 @@ def changed(arguments: Any) -> dict[str, Any]:
     backend = getattr(arguments, "attention_backend", None)
     if backend is not None and backend.name not in ("local", _attention(arguments)):
         wanted["attention_backend"] = type(backend)[_attention(arguments)]
+    if getattr(arguments, "moe_token_dispatcher_type", None) == "flex":  # the kernels of DeepEP need a GPU
+        wanted["moe_token_dispatcher_type"] = "alltoall"
     if getattr(arguments, "defer_embedding_wgrad_compute", False):  # which needs the fusion
         wanted.pop("gradient_accumulation_fusion", None)
     if getattr(arguments, "async_save", False) and getattr(arguments, "async_strategy", "mcore") != "mcore":

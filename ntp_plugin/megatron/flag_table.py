@@ -79,13 +79,8 @@ def _family(leader: str, prefixes: str, *, value: str | None = None) -> FlagFami
 
 FAMILIES: tuple[FlagFamily, ...] = (
     _family("--overlap-moe-expert-parallel-comm", "--ep-overlap- --high-priority-a2a-"),
-    _family(
-        "--moe-token-dispatcher-type",
-        "--moe-flex- --moe-deepep- --moe-hybridep- --moe-ncclep- --moe-permute-fusion-into-",
-        value="flex",
-    ),
+    _family("--moe-flex-dispatcher-backend", "--moe-ncclep-", value="ncclep"),
     _family("--moe-router-load-balancing-type", "--moe-router-quantile-", value="quantile_balancing"),
-    _family("--moe-router-enable-expert-bias", "--moe-router-bias-update-"),
     _family("--moe-routing-trace-path", "--moe-routing-trace-"),
     _family("--moe-paged-stash", "--moe-paged-stash-"),
     _family("--moe-use-upcycling", "--moe-upcycling-"),

@@ -46,7 +46,7 @@ EXPERTS: tuple[Refusal, ...] = (
     *(
         not_built(flag, _with_experts(given(flag.removeprefix("--").replace("-", "_"))))
         for flag in (
-            *("--moe-router-enable-expert-bias", "--moe-enable-routing-replay", "--moe-latent-size"),
+            *("--moe-enable-routing-replay", "--moe-latent-size"),
             *("--moe-paged-stash", "--moe-single-grouped-weight", "--moe-single-grouped-bias"),
             *("--moe-use-upcycling", "--overlap-moe-expert-parallel-comm"),
             *("--overlap-dispatch-backward-with-experts-wgrad", "--save-tokens-per-expert-interval"),
@@ -57,9 +57,9 @@ EXPERTS: tuple[Refusal, ...] = (
         )
     ),
     not_built(
-        "--moe-token-dispatcher-type",
-        _with_experts(lambda args: getattr(args, "moe_token_dispatcher_type", "") == "flex"),
-        fix="--moe-token-dispatcher-type alltoall",
+        "--moe-flex-dispatcher-backend",
+        _with_experts(lambda args: getattr(args, "moe_flex_dispatcher_backend", "") == "ncclep"),
+        fix="--moe-flex-dispatcher-backend deepep or hybridep",
     ),
 )
 """What is refused beside `unsupported.TABLE`."""

@@ -269,7 +269,7 @@ class JobCopies:
                 self._trouble(str(error))
                 continue
             self.state_of = version.step
-            self._carried.go_back(restoration.extras())
+            self._carried.go_back(restoration.extras(self._of_own_stage()))
             self._event_writer.write(
                 telemetry.Restored(
                     step=version.step,
@@ -283,6 +283,10 @@ class JobCopies:
             return
         assert failed is not None, "there was a version to restore"
         raise StateLost(failed.what, fix="restart from the last checkpoint") from failed
+
+    def _of_own_stage(self) -> list[int]:
+        stage = self._topology.slot_of(self._slot).stage
+        return [slot for slot in range(self._topology.size) if self._topology.slot_of(slot).stage == stage]
 
     def resume(self, folder: Path, make_room: MakeRoom, members: Sequence[int]) -> int:
         """Resume from the copies of a dead run, in any layout, and return the step that they were made after.

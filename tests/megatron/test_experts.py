@@ -21,6 +21,7 @@ MODEL = f"{MODELS[BASE]} --transformer-impl transformer_engine"
 ROUTER = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-router-dtype fp64"
 AUX = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1"
+BIASED = "--moe-router-load-balancing-type none --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 GROUPED, A2A = "--moe-grouped-gemm", "--moe-token-dispatcher-type alltoall"
 EP2, EP4, SP = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4", "--sequence-parallel"
 PER_TOKEN = "--calculate-per-token-loss"
@@ -107,6 +108,8 @@ def test_the_experts_of_a_lost_slot_go_to_the_others_of_its_group():
             [1],
             id="by sequence, z-loss, groups",
         ),
+        pytest.param(job(router=f"{ROUTER} {BIASED}"), [1], id="bias"),
+        pytest.param(job(router=f"{ROUTER} {BIASED}", pp=2, dp=2), [1], id="bias, in a pipeline"),
         pytest.param(
             job(f"{OF_TWO} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"), [1], id="capacity"
         ),
@@ -118,6 +121,18 @@ def test_the_experts_of_a_lost_slot_go_to_the_others_of_its_group():
 )
 def test_a_replica_is_lost_and_comes_back(one, lost):
     assert worst_of(lose(one, *lost), one) <= FLOAT64
+
+
+@pytest.mark.parametrize("fault_point", ["reduced", "applied"])
+def test_the_bias_of_experts_is_that_of_completed_steps(fault_point):
+    """Between the counts and the vote, and after the step."""
+    biased = job(router=f"{ROUTER} {BIASED} --moe-router-bias-update-rate 0.1")
+    assert worst_of(lose(biased, 1, fault_point=fault_point), biased) <= FLOAT64
+
+
+def test_a_bias_that_is_not_restored_is_noticed():
+    biased = job(router=f"{ROUTER} {BIASED} --moe-router-bias-update-rate 0.1", spoil="bias_stays_after_a_recovery")
+    assert worst_of(lose(biased, 1), biased) > 1e3 * FLOAT64
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     counts.py              what a job counts outside of its model and optimizer, for joining ranks
     generators.py          saves and restores random number generators
     export.py              writes copies as a Megatron checkpoint (`ntp copies export`)
+    expert_bias.py         the bias of experts: changes it where a step is over, and restores it
     loss_scale.py          changes the loss scale of fp16 where a step is over
     logs.py                writes a recovery to Megatron's own logs
     prediction_log.py      the losses of multi-token prediction in the log, where a rank is lost

@@ -17,6 +17,7 @@ import torch
 from ntp_plugin.copies.inventory import EXACT, LEFT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live import generators
+from ntp_plugin.megatron.live.expert_bias import ExpertBias
 from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.reduction.lane_sync import bare
@@ -32,6 +33,7 @@ INVENTORY = (
     Item(pattern="main weights", becomes=EXACT, why="copied: what is stepped"),
     *optimizers.INVENTORY,
     Item(pattern="the buffer *_extra_state", becomes=LEFT, why="FP8's scales: a resumed job begins with new ones"),
+    Item(pattern="the buffer *expert_bias", becomes=EXACT, why="recorded with each copy, stage by stage"),
     Item(pattern="drawn *", becomes=EXACT, why="random number generators, if the slot survives"),
     Item(pattern="samples consumed_*", becomes=EXACT, why="recorded with each copy"),
     Item(pattern="samples skipped_*", becomes=RESET, why="only logged"),
@@ -50,8 +52,8 @@ FRAMEWORK = "megatron"
 class LoopProgress:
     """How far the job has come, and the state of its random number generators."""
 
-    def __init__(self, args: Any, model_rebuild: ModelRebuild, *, slot: int) -> None:
-        self._args, self._model_rebuild, self._slot = args, model_rebuild, slot
+    def __init__(self, args: Any, model_rebuild: ModelRebuild, bias: ExpertBias, *, slot: int) -> None:
+        self._args, self._model_rebuild, self._bias, self._slot = args, model_rebuild, bias, slot
         self.consumed = 0
         """Consumed samples in the state, if it is from copies."""
         self._found: Mapping[str, Any] = {}
@@ -65,6 +67,7 @@ class LoopProgress:
             "operations": float(getattr(self._args, "num_floating_point_operations_so_far", 0)),
             "scheduled": self._model_rebuild.scheduler.num_steps,
             "scaler": numbers_of(self._model_rebuild.optimizer),
+            "bias": self._bias.values(),
             "random": {"slot": self._slot, **generators.states()},
         }
 
@@ -75,6 +78,7 @@ class LoopProgress:
         scheduler.num_steps = extras["scheduled"]
         scheduler.step(increment=0)  # which sets the optimizer to it
         set_numbers(self._model_rebuild.optimizer, extras["scaler"])
+        self._bias.set_values(extras["bias"])
         if extras["random"]["slot"] == self._slot:
             generators.put_back(extras["random"])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _TE = "transformer_engine.pytorch.distributed"
+_FUSED_A2A = "megatron.core.transformer.moe.fused_a2a"
 _SIZES = ("get_distributed_world_size", "get_distributed_rank")
 _POSITIONS = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "RotaryEmbedding",
@@ -23,6 +24,9 @@ def forget_groups() -> None:
     module = sys.modules.get(_TE)
     for name in _SIZES if module is not None else ():
         getattr(module, name).cache_clear()
+    if _FUSED_A2A in sys.modules:  # buffers that the ranks of a group share
+        sys.modules[_FUSED_A2A]._buffer = None  # type: ignore[attr-defined]
+        sys.modules[_FUSED_A2A].reset_hybrid_ep_buffer()
     for name, embedding in _POSITIONS.items():
         if name in sys.modules:
             getattr(sys.modules[name], embedding).forward.cache_clear()

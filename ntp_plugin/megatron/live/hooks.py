@@ -58,6 +58,11 @@ def _what_is_built(job: "MegatronJob") -> tuple[Replacement, ...]:
             make=lambda _: no_sync,
         ),
         Replacement(
+            target="megatron.core.distributed.finalize_model_grads:_update_router_expert_bias",
+            why="it changes the bias of experts before the vote of the step, over a group that has idle ranks too",
+            make=job.trainer.bias.deferred,
+        ),
+        Replacement(
             target=f"{_TRAINING}:build_train_valid_test_datasets",
             why="another slot may become the first of its TP group, and only the first reads samples",
             make=job.samples.data_sets,
@@ -221,6 +226,7 @@ def _schedule(job: "MegatronJob", original: Any) -> Any:
             share = job.trainer.share
             if not run_kwargs.get("forward_only"):
                 job.predictions.begin_step()
+                job.trainer.bias.begin_step()
             losses = (share.schedule(original) if share else original)(*args, **kwargs)(**run_kwargs)
             if not run_kwargs.get("forward_only"):
                 job.step.reported(losses, of_all=share is not None)

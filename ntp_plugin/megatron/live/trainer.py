@@ -26,6 +26,7 @@ from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
+from ntp_plugin.megatron.live.expert_bias import ExpertBias
 from ntp_plugin.megatron.live.group_caches import forget_groups, forget_quantized_weights
 from ntp_plugin.megatron.live.logs import into_logs
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
@@ -88,6 +89,10 @@ class MegatronTrainer:
         self._idle: frozenset[Slot] = frozenset()
         """All idle slots."""
         self._trainees = Trainees(self._make_groups, lambda: self._alone)
+        self.bias = ExpertBias(
+            lambda: [bare(chunk) for chunk in model_rebuild.chunks],
+            lambda: (self.state.sync.stage or self._alone) if self.state.sync else None,
+        )
         self._plan: NextPlan
         self.state: TrainedState
         self.copies: JobCopies | None = None
@@ -153,7 +158,7 @@ class MegatronTrainer:
         if policy.mode == "off" or not unique:
             return
         refuse_unknown(self._args, self._model_rebuild, strict=policy.strict)
-        self.how_far = LoopProgress(self._args, self._model_rebuild, slot=self.slot_number)
+        self.how_far = LoopProgress(self._args, self._model_rebuild, self.bias, slot=self.slot_number)
         self.copies = JobCopies(
             policy,
             self._topology,

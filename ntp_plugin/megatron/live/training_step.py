@@ -272,6 +272,7 @@ class TrainingStep:
         """Change the state by a step that is over."""
         self._skipped = bool(outcome[_SKIPPED])
         self.loss_scale.step_is_over(self._trainer.optimizer, overflowed=bool(outcome[_OVERFLOWED]))
+        self._trainer.bias.step_is_over()
         if self._skipped:
             self._trainer.state.weights_are_in_place()
         return apply()

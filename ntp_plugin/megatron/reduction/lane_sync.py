@@ -73,6 +73,8 @@ class LaneSync:
         first."""
         self.everybody: Any = None
         """The group of all ranks that train; None if that is the world."""
+        self.stage: Any = None
+        """The group of the ranks that train in this rank's stage."""
         self.dispatch: Any = None
         """The ranks that are left of this rank's expert group, if it has lost some."""
         self._expert_column: Any = None
@@ -120,6 +122,7 @@ class LaneSync:
         wanted = wanted_groups(self._layout, plan)
         made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
         self.everybody = made.get(("all", 0, 0))
+        self.stage = made["stage", self._layout.slot.stage, 0]
         if self._layout.sends_experts_elsewhere:
             place = self._layout.expert_place
             self.dispatch = made["dispatch", place.stage, place.replica] or self._job.alone()
@@ -129,7 +132,7 @@ class LaneSync:
         if at_start:
             self.require_equal_units()
         if is_delayed(self._job.args):
-            self._scales = StageScales(self._chunks, made["stage", self._layout.slot.stage, 0])
+            self._scales = StageScales(self._chunks, self.stage)
         names = {parameter: name for name, parameter in self.parameters.items()}
         self._sum_late = self._sums(late)
         summed_late = tuple(self.shards)

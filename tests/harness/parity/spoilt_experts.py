@@ -8,6 +8,7 @@ import torch
 from ntp_plugin.megatron import padding
 from ntp_plugin.megatron.layers import uneven_experts
 from ntp_plugin.megatron.layers.expert_dispatch import ExpertPlaces
+from ntp_plugin.megatron.live.expert_bias import ExpertBias
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from tests.harness.parity.conditions import plant
 
@@ -51,3 +52,8 @@ def experts_weigh_by_groups() -> None:
                     parameter.main_grad /= 2
 
     plant(LaneSync, "finalize", finalize_and_divide)
+
+
+def bias_stays_after_a_recovery() -> None:
+    """Ranks keep the bias that they have, also those that have just begun."""
+    plant(ExpertBias, "set_values", lambda *_: None)
