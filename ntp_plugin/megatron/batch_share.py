@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 from ntp_plugin.megatron.context_loss import by_nominal_parts
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
-from ntp_plugin.megatron.padding import Padding
+from ntp_plugin.megatron.padding import padded
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.training.samples import ReplicaSamples, places
 
@@ -63,10 +63,13 @@ class BatchShare:
             kwargs["seq_length"] = rows.padded
         if not forward_only:
             kwargs["forward_step_func"] = self._weighed(kwargs["forward_step_func"])
-            if count > self._job.share.count:
-                self._pad(kwargs)
         if count:
-            with self._of_their_size(kwargs, forward_only=forward_only), self._as_if_of(num_microbatches, kwargs):
+            own = count if forward_only else self._job.share.count
+            with (
+                self._of_their_size(kwargs, forward_only=forward_only),
+                self._as_if_of(num_microbatches, kwargs),
+                padded(kwargs, own, count),
+            ):
                 losses = run(num_microbatches=count, forward_only=forward_only, **kwargs)
         else:
             losses = self._run_nothing(**kwargs)
@@ -81,15 +84,6 @@ class BatchShare:
         if parts == 1 or self._job.args.calculate_per_token_loss:
             return forward_step
         return by_nominal_parts(forward_step, parts)
-
-    def _pad(self, kwargs: dict[str, Any]) -> None:
-        """Have the replica run more micro-batches than it has, for the experts that others send tokens to."""
-        padding, iterators = Padding(self._job.share.count), kwargs["data_iterator"]
-        if isinstance(iterators, list):
-            kwargs["data_iterator"] = [padding.endless(iterator) for iterator in iterators]
-        else:
-            kwargs["data_iterator"] = padding.endless(iterators)
-        kwargs["forward_step_func"] = padding.around(kwargs["forward_step_func"])
 
     @contextlib.contextmanager
     def _of_their_size(self, kwargs: dict[str, Any], *, forward_only: bool) -> Iterator[None]:

@@ -9,6 +9,7 @@ says, when its backward begins, whether that is padding.
 """
 
 import collections
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -22,34 +23,46 @@ class _InFlight:
     is_padding = False
 
 
-class Padding:
-    """The micro-batches of a step beyond those that a replica has."""
+@contextlib.contextmanager
+def padded(kwargs: dict[str, Any], own: int, runs: int) -> Iterator[None]:
+    """Have a schedule run more micro-batches than the replica has.
 
-    def __init__(self, own: int) -> None:
+    Args:
+        kwargs: The arguments of Megatron's schedule, which are changed.
+        own: The replica's own micro-batches.
+        runs: Those that it runs.
+    """
+    if runs > own:
         assert own, "a replica that trains has a micro-batch to repeat"
-        self._own = own
-        self._begun: collections.Counter[int] = collections.Counter()
+        iterators = kwargs["data_iterator"]
+        several = isinstance(iterators, list)
+        kwargs["data_iterator"] = [_endless(one, own) for one in iterators] if several else _endless(iterators, own)
+        kwargs["forward_step_func"] = _around(kwargs["forward_step_func"], own)
+    try:
+        yield
+    finally:
+        _InFlight.is_padding = False  # it was, in the last backward
 
-    def endless(self, iterator: Any) -> Any:
-        """Return an iterator that repeats the last of this step's micro-batches; None is a rank that loads nothing."""
-        return None if iterator is None else _repeating_the_last(iterator, self._own)
 
-    def around(self, forward_step: Any) -> Any:
-        """Wrap the script's forward step: what lies beyond the replica's own micro-batches weighs nothing."""
+def _endless(iterator: Any, own: int) -> Any:
+    """Return an iterator that repeats the last of this step's micro-batches; None is a rank that loads nothing."""
+    return None if iterator is None else _repeating_the_last(iterator, own)
 
-        @functools.wraps(forward_step)
-        def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            is_padding = self._begun[id(model)] >= self._own
-            self._begun[id(model)] += 1
-            _InFlight.is_padding = is_padding
-            try:
-                output, loss_of = forward_step(data_iterator, model, *args, **kwargs)
-            finally:
-                _InFlight.is_padding = False
-            _say_in_backward(output, is_padding)
-            return output, (_weightless(loss_of) if is_padding else loss_of)
 
-        return step
+def _around(forward_step: Any, own: int) -> Any:
+    """Wrap the script's forward step: what lies beyond the replica's own micro-batches weighs nothing."""
+    begun: collections.Counter[int] = collections.Counter()
+
+    @functools.wraps(forward_step)
+    def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_padding = begun[id(model)] >= own
+        begun[id(model)] += 1
+        _InFlight.is_padding = is_padding
+        output, loss_of = forward_step(data_iterator, model, *args, **kwargs)
+        _say_in_backward(output, is_padding)
+        return output, (_weightless(loss_of) if is_padding else loss_of)
+
+    return step
 
 
 def _repeating_the_last(iterator: Any, own: int) -> Iterator[Any]:

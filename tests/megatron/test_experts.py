@@ -130,6 +130,12 @@ def test_the_bias_of_experts_is_that_of_completed_steps(fault_point):
     assert worst_of(lose(biased, 1, fault_point=fault_point), biased) <= FLOAT64
 
 
+def test_a_step_without_padding_follows_one_with():
+    """Three replicas share 8 micro-batches unevenly, and 12 evenly."""
+    growing = job(f"{GROUPED} {A2A} {EP4}", schedule="0:8,1280:12", samples=200)
+    assert worst_of(lose(growing, 1, back=False), growing) <= FLOAT64
+
+
 def test_a_bias_that_is_not_restored_is_noticed():
     biased = job(router=f"{ROUTER} {BIASED} --moe-router-bias-update-rate 0.1", spoil="bias_stays_after_a_recovery")
     assert worst_of(lose(biased, 1), biased) > 1e3 * FLOAT64

@@ -13,6 +13,7 @@ the dispatcher is `expert_dispatch.py`'s. In all other groups, and when everybod
 import collections
 import copy
 import functools
+import string
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -143,7 +144,7 @@ def numbered(experts: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Parameter
         if isinstance(experts, SequentialMLP):
             yield int(name.split(".")[1]), parameter
         else:
-            yield int(name.rpartition(".")[2].lstrip("abehigstw")), parameter
+            yield int(name.rpartition(".")[2].lstrip(string.ascii_letters)), parameter
 
 
 # ---------------------------------------------------------------- the forward of a reduced group
