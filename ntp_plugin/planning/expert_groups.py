@@ -17,7 +17,7 @@ from ntp_plugin.errors import Refused
 from ntp_plugin.planning.lanes import UnitsByFamily, plan_lanes
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topology
-from ntp_plugin.planning.units import Family, StageUnits
+from ntp_plugin.planning.units import Family, ModelUnits, StageUnits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +42,17 @@ def require_whole_groups(topology: Topology) -> None:
         raise Refused(
             f"the {topology.dp * tp} ranks of a stage do not make expert groups of {of_group}",
             fix=f"start a multiple of {of_group} ranks for each stage",
+        )
+
+
+def require_experts_in_all_stages(units: ModelUnits) -> None:
+    """Raise if some stages have experts and some have none: Megatron makes an optimizer for experts where any stage has
+    some, and a rank that joins later knows its own stage alone."""
+    without = [str(number) for number, stage in enumerate(units.stages) if not stage.experts]
+    if without:
+        raise Refused(
+            f"stage {', '.join(without)} of the pipeline has no layer of experts, and others have some",
+            fix="a --moe-layer-freq, or --pipeline-model-parallel-layout, that gives each stage one",
         )
 
 

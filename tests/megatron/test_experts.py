@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from benchmarks.numerics import BOUNDS
+from ntp_plugin.errors import Refused
 from tests.harness.parity.experts import (
     A2A,
     BIASED,
@@ -19,6 +20,7 @@ from tests.harness.parity.experts import (
     lose,
 )
 from tests.harness.parity.job import STEPS, largest_differences, run
+from tests.harness.parity.live import live
 from tests.harness.parity.saved import HALF, joined, largest_difference, loading, replica_digests_in, saving
 from tests.megatron.test_logs import values_in
 
@@ -52,6 +54,12 @@ def test_the_bias_of_experts_is_that_of_completed_steps(fault_point):
     """Between the counts and the vote, and after the step."""
     biased = job_of(router=f"{BIASED} --moe-router-bias-update-rate 0.1")
     assert worst_of(lose(biased, 1, fault_point=fault_point), biased) <= FLOAT64
+
+
+def test_a_stage_without_experts_is_refused():
+    """A rank that joins it later would make no optimizer for experts, and the others wait for it in their norm."""
+    with pytest.raises(Refused, match="stage 0 of the pipeline has no layer of experts"):
+        live(job_of(f"{OF_TWO} --moe-layer-freq [0,1]", pp=2, dp=2))
 
 
 def test_a_step_without_padding_follows_one_with():

@@ -42,6 +42,7 @@ from ntp_plugin.megatron.switched_off import SwitchedOff
 from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.membership.protocol import Report
 from ntp_plugin.patching import apply_all
+from ntp_plugin.planning.expert_groups import require_experts_in_all_stages
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.planning.units import OF_UNITS
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -144,6 +145,8 @@ class MegatronTrainer:
             of_all = share_units(layout, units)
             if layout.rank == 0:
                 self._rank.share_with_joiners(_UNITS, of_all)
+        if self._topology.expert_slots:
+            require_experts_in_all_stages(of_all)
         nominal = nominal_job(layout, self._policy, self._args, of_all)
         self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, event_writer=self._event_writer)
         self.state = TrainedState(model_rebuild, parameters, nominal.units, sharded=self._sharded, joiner=self._joiner)

@@ -50,7 +50,6 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
     "ep+distopt": (job_of(f"{OF_TWO} {SHARDED}"), (1,)),
     "ep+per token": (job_of(f"{OF_TWO} {PER_TOKEN}"), (2,)),
     "ep+pp": (job_of(pp=2, dp=2), (1,)),
-    "ep+pp+a stage without experts": (job_of(f"{OF_TWO} --moe-layer-freq [0,1]", pp=2, dp=2), (1,)),
     "ep+pp+interleaved": (job_of(chunks=2, pp=2, dp=2), (1,)),
     "ep+two of a group lost": (job_of(OF_ALL), (0, 3)),
     "ep+a whole group lost": (job_of(), (2, 3)),
