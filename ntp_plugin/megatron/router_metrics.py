@@ -2,7 +2,11 @@
 
 Megatron adds up a router's losses over the micro-batches of a rank, and takes the mean of that over data-parallel
 groups. In a degraded layout replicas run different numbers of micro-batches, so all ranks that train add up what they
-have, each divided by what it would be shared by nominally. A step that is taken again begins with nothing.
+have, each divided by what it would be shared by nominally.
+
+Megatron adds up over the ranks when it logs a step. There a loss, or a rank that has just joined, may keep some ranks
+from it. So a live job adds up before the vote of the step, where all ranks are together, and the log only reads. A step
+that is taken again begins with nothing.
 """
 
 import functools
@@ -31,6 +35,38 @@ def over_all(sync: LaneSync, original: Any) -> Any:
             dist.all_reduce(entry.values, group=sync.everybody)
 
     return add_up
+
+
+_LOGGED = {
+    "load_balancing_loss": "aux_loss",
+    "seq_load_balancing_loss": "seq_aux_loss",
+    "global_load_balancing_loss": "global_aux_loss",
+}
+"""Names in Megatron's log, and the kinds of load balancing that have them."""
+
+
+def add_up_before_the_vote(args: Any) -> None:
+    """Add up what all routers have recorded in a step; all ranks that train call this together."""
+    tracker, kinds = get_moe_metrics_tracker(), args.moe_router_load_balancing_type
+    names = [name for name, kind in _LOGGED.items() if kind in kinds]
+    names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
+    for name in names:
+        tracker.ensure_initialized(name, args.num_layers + (args.mtp_num_layers or 0))
+    tracker._sync_metrics(names)
+
+
+def only_read(original: Any) -> Any:
+    """`MoEMetricsTracker.report`, of what has been added up."""
+
+    @functools.wraps(original)
+    def report(tracker: Any, *args: Any, **kwargs: Any) -> str:
+        tracker._sync_metrics = lambda *_, **__: None
+        try:
+            return str(original(tracker, *args, **kwargs))
+        finally:
+            del tracker._sync_metrics
+
+    return report
 
 
 def forget() -> None:

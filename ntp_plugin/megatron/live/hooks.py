@@ -14,6 +14,7 @@ from megatron.core.rerun_state_machine import RerunMode
 from ntp_plugin.megatron.checkpoint.background_writer import BY_A_THREAD
 from ntp_plugin.megatron.live.model_rebuild import set_forward_waits
 from ntp_plugin.megatron.live.unsynced import no_sync
+from ntp_plugin.megatron.router_metrics import only_read
 from ntp_plugin.patching import Replacement
 from ntp_plugin.recovery.voted_sections import Loop
 
@@ -182,8 +183,8 @@ def _between(job: "MegatronJob") -> tuple[Replacement, ...]:
         ),
         Replacement(
             target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
-            why="the log sums the losses of routers; a loss may keep some ranks from it, and idle ranks have none",
-            make=lambda original: _left_out(loop, _by_those_who_have_some(job, original), _nothing_of_routers),
+            why="it sums the losses of routers, where some ranks may be missing; they are summed before the vote",
+            make=only_read,
         ),
         Replacement(
             target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
@@ -372,21 +373,6 @@ def _by_those_who_train(job: "MegatronJob", original: Any) -> Any:
         return (sync.parameters_norm(original) if sync else original)(*args, **kwargs)
 
     return norm
-
-
-def _by_those_who_have_some(job: "MegatronJob", original: Any) -> Any:
-    """`MoEMetricsTracker.report`, of the ranks that train."""
-
-    @functools.wraps(original)
-    def report(tracker: Any, *args: Any, **kwargs: Any) -> str:
-        return "" if job.trainer.idle else str(original(tracker, *args, **kwargs))
-
-    return report
-
-
-def _nothing_of_routers(tracker: Any, *_: Any, **__: Any) -> str:
-    tracker.clear()
-    return ""
 
 
 def _left_out(loop: Loop, original: Any, instead: Any = lambda *_, **__: None) -> Any:

@@ -185,6 +185,8 @@ class TrainingStep:
         def step_or_skip() -> Any:
             self._voted = self._skipped = self.loss_scale.has_overflowed = False
             self._trainer.have_the_rest()
+            if self._args.num_experts:
+                router_metrics.add_up_before_the_vote(self._args)
             result = step()
             if not self._voted:
                 self._skipped = True
