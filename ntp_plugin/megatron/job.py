@@ -46,6 +46,8 @@ class JobPlan:
         taken_together(args, layout.topology.contexts, self._schedule.sizes)  # refused here, before anything is built
         self._plan = plan
         self._shared_out: dict[int, tuple[NominalBatch, Share]] = {}
+        self._runs: dict[int, int] = {}
+        """By the global batch."""
 
     @property
     def planned(self) -> bool:
@@ -80,9 +82,12 @@ class JobPlan:
     def runs(self) -> int:
         """How many micro-batches this rank's replica runs in the step under way. Replicas whose tokens go to the same
         experts run alike many; those beyond a replica's own weigh nothing."""
-        return self._runs(get_current_global_batch_size())
+        global_batch = get_current_global_batch_size()
+        if global_batch not in self._runs:
+            self._runs[global_batch] = self._runs_of(global_batch)
+        return self._runs[global_batch]
 
-    def _runs(self, global_batch: int) -> int:
+    def _runs_of(self, global_batch: int) -> int:
         layout, topology = self.layout, self.layout.topology
         if not topology.expert_slots:
             return self.shared_out(global_batch)[1].count
