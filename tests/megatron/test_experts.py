@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.numerics import BOUNDS
 from ntp_plugin.errors import Refused
+from ntp_plugin.testing.faults import kill
 from tests.harness.parity.experts import (
     A2A,
     BIASED,
@@ -23,6 +24,7 @@ from tests.harness.parity.job import STEPS, largest_differences, run
 from tests.harness.parity.live import live
 from tests.harness.parity.saved import HALF, joined, largest_difference, loading, replica_digests_in, saving
 from tests.megatron.test_logs import values_in
+from tests.megatron.test_loss_scale import FP16
 
 FLOAT64 = BOUNDS["float64"]
 
@@ -60,6 +62,15 @@ def test_a_stage_without_experts_is_refused():
     """A rank that joins it later would make no optimizer for experts, and the others wait for it in their norm."""
     with pytest.raises(Refused, match="stage 0 of the pipeline has no layer of experts"):
         live(job_of(f"{OF_TWO} --moe-layer-freq [0,1]", pp=2, dp=2))
+
+
+def test_a_joining_rank_skips_its_first_step():
+    """As in `test_loss_scale.py`: it gathers no experts in its second step either, so nobody may."""
+    sharded = f"{OF_TWO} {IN_ONE_BUCKET} --ntp-watch-steps 0 {FP16}"
+    overflows = job_of(sharded, under="gradients_overflow")
+    lived, _ = live(overflows, faults=[kill(1, during="backward", step=3)], back={1: 5})
+    assert lived[1].seen.norms[0] == 0.0, "step 6 overflows"
+    assert max(differences(lived, overflows).values()) <= FLOAT64
 
 
 def test_a_step_without_padding_follows_one_with():

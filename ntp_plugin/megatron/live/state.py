@@ -5,6 +5,7 @@ it is rebuilt: first every parameter gets its new size, then Megatron's model, D
 layout, then what the optimizer steps is filled in, and last the weights are computed from it.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.chained import of_torch, parts_of
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.megatron.reduction.buckets import bucket_groups
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.megatron.reduction.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
 from ntp_plugin.patching import apply_all
@@ -141,7 +143,7 @@ class TrainedState:
         """
         for chunk in self._model_rebuild.chunks if self._sharded else ():
             if chunk.ddp_config.overlap_param_gather:
-                for group in chunk.bucket_groups:
+                for group in itertools.chain(*bucket_groups(chunk)):
                     group.param_gather_dispatched = True
 
     def _stepped(self, layout: Layout) -> list[Stepped]:
