@@ -83,10 +83,6 @@ class FaultyWorker:
             harm.spoil_copy(Path(folder), int(os.environ["RANK"]), seed=_seed(fault))
 
 
-OF_AN_EXPERT_GROUP = "g"
-"""How the name of a whole begins that an expert group has, and not a replica (`megatron/reduction/shards.py`)."""
-
-
 class _Slowness:
     """Slows this thread down, in proportion to its CPU time: waiting for other ranks does not count."""
 
@@ -101,18 +97,23 @@ class _Slowness:
 
 
 def weighed(weights: Iterable[Weight]) -> Weighed:
-    """Return the event with the digests of some weights. Those of experts are left out: no replica has all of them, and
-    a verdict compares replica with replica."""
+    """Return the event with the digests of some weights."""
     from ntp_plugin.copies.sketch import sketch  # noqa: PLC0415  (a framework has imported torch already)
 
-    cut, alike = list[Weight](), list[Weight]()
+    cut, alike, experts = list[Weight](), list[Weight](), list[Weight]()
     for weight in weights:
-        if weight.tensor_slice.whole.startswith(OF_AN_EXPERT_GROUP):
-            continue
-        (cut if weight.is_cut else alike).append(weight)
-    sums = [sketch((weight.tensor_slice, weight.values) for weight in some) for some in (cut, alike)]
-    values = [sum(weight.tensor_slice.size for weight in some) for some in (cut, alike)]
-    return Weighed(cut=sums[0], cut_values=values[0], alike=sums[1], alike_values=values[1])
+        (experts if weight.expert_group else cut if weight.is_cut else alike).append(weight)
+    sums = [sketch((weight.tensor_slice, weight.values) for weight in some) for some in (cut, alike, experts)]
+    values = [sum(weight.tensor_slice.size for weight in some) for some in (cut, alike, experts)]
+    return Weighed(
+        cut=sums[0],
+        cut_values=values[0],
+        alike=sums[1],
+        alike_values=values[1],
+        experts=sums[2] if experts else [],
+        experts_values=values[2],
+        expert_group=experts[0].expert_group if experts else "",
+    )
 
 
 def _seed(fault: OrderedFault) -> int:

@@ -1,5 +1,7 @@
 """A run and its reference run, as their records would have them."""
 
+import dataclasses
+
 from ntp_plugin.chaos.history import History
 from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Recovered, Weighed
 
@@ -13,6 +15,13 @@ def weighed(slots, slot):
     mine = [value for value in range(8) if sharing[value % len(sharing)] == slot]
     cut = [float(value) if value in mine else 0.0 for value in range(8)]
     return Weighed(cut=cut, cut_values=len(mine), alike=[1.0, 2.0, 3.0], alike_values=3)
+
+
+def weighed_with_experts(slots, slot):
+    """The same, and twelve values of experts dealt to all slots, which are one expert group."""
+    mine = [value for value in range(12) if slots[value % len(slots)] == slot]
+    experts = [float(value) if value in mine else 0.0 for value in range(12)]
+    return dataclasses.replace(weighed(slots, slot), experts=experts, experts_values=len(mine), expert_group="0")
 
 
 def run_events(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):

@@ -9,7 +9,7 @@ from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import End, Expected, judge
 from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored
-from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, run_events, weighed
+from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, run_events, weighed, weighed_with_experts
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
 FINE = Expected(bound=1e-12)
@@ -85,7 +85,7 @@ def test_samples_that_are_not_right_are_counted(samples, counts, message):
     assert check.holds == (counts[1:] == (0, 0, 0))
 
 
-def altered(what, slot, by):
+def altered(what, slot, by, weighed=weighed):
     """All as it should be but for one number."""
 
     def weights(slots, own):
@@ -115,6 +115,16 @@ def test_weights_that_differ_from_the_reference_are_reported(what, slot):
     found = verdict(history(killed_in=3, weights=altered(what, slot, 1e-9)))
     assert broken_checks(found) == ["weights agree with the reference run's"]
     assert f"replica {slot[1]}" in found.checks[-1].found
+
+
+@pytest.mark.parametrize(("by", "holds"), [(0.0, True), (1e-9, False)])
+def test_the_experts_of_a_group_are_compared_however_they_are_dealt(by, holds):
+    lost = history(killed_in=3, weights=altered("experts", "r1.s0.t1", by, weighed_with_experts))
+    found = verdict(lost, reference=history(weights=weighed_with_experts))
+    (check,) = [check for check in found.checks if "weights" in check.what]
+    assert check.holds is holds
+    assert "of 6;" in check.found, "five replica digests, and the expert group"
+    assert ("expert group 0" in check.found) is not holds
 
 
 def test_a_bound_for_the_weights_keeps_that_of_the_losses():

@@ -16,7 +16,8 @@ import torch
 
 from ntp_plugin.chaos import worker
 from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, OrderedFault, Orders, Pending
-from ntp_plugin.chaos.worker import FaultyWorker
+from ntp_plugin.chaos.worker import FaultyWorker, weighed
+from ntp_plugin.copies.sketch import sketch
 from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.copies.store import NEAR, CopyKey, Store
 from ntp_plugin.recovery.fault_points import Weight
@@ -217,10 +218,18 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
     assert 0 <= second.at - first.at < 60
 
 
-def weight(name, values):
+def weight(name, values, *, is_cut=False, expert_group=""):
     size = values.numel()
     tensor_slice = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Weight(tensor_slice=tensor_slice, values=values, is_cut=False)
+    return Weight(tensor_slice=tensor_slice, values=values, is_cut=is_cut, expert_group=expert_group)
+
+
+def test_final_weights_are_recorded_by_who_holds_the_whole():
+    of_an_expert = weight("expert", torch.ones(5), is_cut=True, expert_group="1")
+    found = weighed([weight("norm", torch.ones(2)), weight("qkv", torch.ones(3), is_cut=True), of_an_expert])
+    assert (found.alike_values, found.cut_values, found.experts_values) == (2, 3, 5)
+    assert found.expert_group == "1"
+    assert found.experts == sketch([(of_an_expert.tensor_slice, of_an_expert.values)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,9 +45,14 @@ def report_recoveries(job: start.MegatronJob, reached: Reached) -> None:
 
 
 def _weights(job: start.MegatronJob) -> Iterator[Weight]:
-    state = job.trainer.state
-    for tensor, tensor_slice in state.slices(job.trainer.layout_now):
-        yield Weight(tensor_slice=tensor_slice, values=state.live.parameters[tensor.name], is_cut=bool(tensor.family))
+    state, layout = job.trainer.state, job.trainer.layout_now
+    for tensor, tensor_slice in state.slices(layout):
+        yield Weight(
+            tensor_slice=tensor_slice,
+            values=state.live.parameters[tensor.name],
+            is_cut=bool(tensor.family),
+            expert_group=state.expert_group(tensor, layout),
+        )
 
 
 def whenever_there_is_a_job(reached: Reached, is_here: IsHere) -> None:

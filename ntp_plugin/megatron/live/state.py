@@ -78,6 +78,10 @@ class TrainedState:
             size = self.live.parameters[name].numel()
             yield tensor, naming.tensor_slice(name, naming.places(name), 0, size, naming.holder(name))
 
+    def expert_group(self, tensor: Tensor, layout: Layout) -> str:
+        """Return the number of the expert group that holds the whole of a tensor, or "" if a replica does."""
+        return str(layout.expert_place.replica) if self._naming(layout).is_of_experts(tensor.name) else ""
+
     # ------------------------------------------------ from copies
 
     def lose(self, layout: Layout, version: int) -> None:

@@ -61,10 +61,14 @@ class Naming:
     def holder(self, name: str) -> str:
         """Return a name for the slots that together hold a whole of a tensor that is cut: a replica, or an expert
         group."""
-        family = self._families.get(self.tensors[name].family)
-        if family is not None and family.is_experts:
+        if self.is_of_experts(name):
             return f"g{self.layout.expert_place.replica}"
         return f"r{self.layout.slot.replica}{self.stage(name)}"
+
+    def is_of_experts(self, name: str) -> bool:
+        """Whether an expert group holds the whole of a tensor, and not a replica."""
+        family = self._families.get(self.tensors[name].family)
+        return family is not None and family.is_experts
 
     def stage(self, name: str) -> str:
         """Return a name for the stage if several stages have the same tensor, to keep their replica digests apart."""
