@@ -84,7 +84,7 @@ def _memory(memory: JobMemory) -> Table:
         rows.append(("copies of a rank, in host memory", *_of_copies(memory.copies)))
         rows.append(("copies on one host", _bytes(memory.copies.host), "/dev/shm must have room"))
     else:
-        rows.append(("copies", "none", "other replicas hold all state"))
+        rows.append(("copies", "none", "the job makes none"))
     title = f"Memory, by {memory.parameters:,} parameters"
     return _rows(title, "what", ">bytes", "made of", rows=rows)
 

@@ -18,7 +18,7 @@ from ntp_plugin.megatron.batch_schedule import FLAG as SCHEDULE
 from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
-from ntp_plugin.megatron.job_shape import expert_slots, guard_of, taken_together
+from ntp_plugin.megatron.job_shape import expert_slots, guard_of, makes_copies, taken_together
 from ntp_plugin.megatron.stage_layers import depths, require_all_layers, stage_layers
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
@@ -85,7 +85,7 @@ def _examined(check: JobCheck, args: Any, policy: TrainingPolicy) -> JobCheck:
         nominal = as_allowed(within_memory(nominal))
     except Refused as error:
         return refused(check, error, flag=flag)
-    notes = (*_notes_of_accepted(nominal, policy, knows_vocabulary=knows_vocabulary), *_notes_of_prediction(args))
+    notes = (*_notes_of_accepted(nominal, policy, knows_vocabulary=knows_vocabulary), *_notes_of_model(args))
     check = dataclasses.replace(check, changes=tuple(changes(args)), notes=(*check.notes, *notes))
     return examined(
         check,
@@ -248,10 +248,9 @@ def _both_halves(args: Any) -> int:
 
 
 def _copies(topology: Topology, args: Any, policy: TrainingPolicy) -> CopyPolicy | None:
-    """Return how the job copies what its ranks hold, or None if it does not, as a live job decides it."""
-    are_made = args.use_distributed_optimizer or topology.dp == 1 or topology.expert_slots
-    are_made = are_made or policy.copies.protect == "all"
-    return policy.copies if are_made and policy.copies.mode != "off" else None
+    """Return how the job copies what its ranks hold, or None if it does not."""
+    are_made = makes_copies(policy.copies, topology, sharded=bool(args.use_distributed_optimizer))
+    return policy.copies if are_made else None
 
 
 def _copied(args: Any) -> int:
@@ -281,7 +280,9 @@ def _notes(unknown: Sequence[str], ranks: StartedRanks, topology: Topology, *, e
         yield f"not flags of Megatron, so taken for the script's own: {', '.join(flags)}"
 
 
-def _notes_of_prediction(args: Any) -> Iterator[str]:
+def _notes_of_model(args: Any) -> Iterator[str]:
+    if args.num_experts:
+        yield "memory counts one MLP for each layer of experts; a rank holds more, and more again while ranks are lost"
     if args.mtp_num_layers:
         yield "memory is without the projections of multi-token prediction, and without its copy of the embedding"
 

@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ntp_plugin.config.sections import Model, State
+from ntp_plugin.config.sections import CopyPolicy, Model, State
 from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.unsupported import is_fp8, is_latent
 from ntp_plugin.planning.recovery_plan import Guard
 from ntp_plugin.planning.sequence_rows import SequenceRows
+from ntp_plugin.planning.topology import Topology
 
 
 def guard_of(args: Any, limit: float) -> Guard:
@@ -49,6 +50,12 @@ def expert_slots(args: Any) -> int:
         return 0
     column_parts: int = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return column_parts * int(args.expert_model_parallel_size)
+
+
+def makes_copies(copies: CopyPolicy, topology: Topology, *, sharded: bool) -> bool:
+    """Whether the ranks of a job copy their state; `sharded` says whether it has the distributed optimizer."""
+    is_unique = sharded or topology.dp == 1 or topology.expert_slots > 0
+    return copies.mode != "off" and (is_unique or copies.protect == "all")
 
 
 def _with_latents(model: Model, args: Any) -> Model:

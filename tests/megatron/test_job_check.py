@@ -48,6 +48,10 @@ script("several about predictions", "--mtp-num-layers", "1", "--context-parallel
 script("empty stage", "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett||tt|L",
        own=("--world-size", "32"))
 script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
+EXPERTS = ["--num-experts", "8", "--expert-model-parallel-size", "4", "--sequence-parallel"]
+script("experts", *EXPERTS, own=("--world-size", "16"))
+script("experts without copies", *EXPERTS, "--ntp-copies-mode", "off", own=("--world-size", "16"))
+script("uneven expert groups", *EXPERTS, own=("--world-size", "12"))
 script("too few hosts", "--use-distributed-optimizer", "--ntp-copies-mode", "xor:2")
 script("odd ranks", own=("--world-size", "6"))
 script("zero", "--tensor-model-parallel-size", "0", "--micro-batch-size", "-1")
@@ -204,6 +208,18 @@ def test_layers_of_multi_token_prediction_are_in_the_last_stage(found):
     assert "--mtp-num-layers" in {option["flag"] for option in check["changes"]}
 
 
+def test_experts_survive_by_their_copies(found):
+    check = found("experts", 0)
+    assert {"any one slot", "all slots of a replica"} <= survived(check)
+    assert check["memory"]["copies"]["version"] > 0
+    assert any("memory counts one MLP for each layer of experts" in note for note in check["notes"])
+    assert {"--num-experts", "--moe-token-dispatcher-type"} <= {option["flag"] for option in check["changes"]}
+    without = found("experts without copies", 0)
+    assert without["memory"]["copies"] is None
+    assert "any one slot" not in survived(without)
+    assert "copies of them are off" in without["survivals"][0]["why"]
+
+
 def test_what_multi_token_prediction_does_not_go_with(found):
     flags = {option["flag"] for option in found("several about predictions", 1)["unsupported"]}
     assert flags >= {
@@ -243,6 +259,7 @@ def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
         ("two batches", "--step-batch-size-schedule and --global-batch-size"),
         ("no schedule", 'Invalid schedule entry "8"'),
         ("lost", "leave --ntp-lost out"),
+        ("uneven expert groups", "the 12 ranks of a stage do not make expert groups of 16"),
         ("bad stages", "--pipeline-model-parallel-layout Et|tL has {'embedding': 1, 'decoder': 2"),
     ],
 )

@@ -21,6 +21,7 @@ from ntp_plugin.megatron import hooks
 from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
+from ntp_plugin.megatron.job_shape import makes_copies
 from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
 from ntp_plugin.megatron.layout import Layout
@@ -157,8 +158,7 @@ class MegatronTrainer:
 
     def _begin_copies(self) -> None:
         policy = self._policy.copies
-        unique = self._sharded or self._topology.dp == 1 or self._topology.expert_slots or policy.protect == "all"
-        if policy.mode == "off" or not unique:
+        if not makes_copies(policy, self._topology, sharded=self._sharded):
             return
         refuse_unknown(self._args, self._model_rebuild, strict=policy.strict)
         self.how_far = LoopProgress(self._args, self._model_rebuild, self.bias, slot=self.slot_number)
