@@ -180,7 +180,13 @@ def _completes_gradients(args: Any, policy: TrainingPolicy) -> bool:
 
 
 def read_policy(args: Any) -> TrainingPolicy:
-    """Return the policy that the flags and the file set."""
+    """Return the policy that the flags and the file set. What rows depend on that see arguments alone is set there."""
+    policy = _policy(args)
+    args.ntp_gpu_memory_gb = policy.gpu_memory_gb
+    return policy
+
+
+def _policy(args: Any) -> TrainingPolicy:
     flags = schema.flag_values(TrainingPolicy, args, prefix=_PREFIX)
     if args.ntp_config is None:
         return schema.build(

@@ -80,7 +80,7 @@ def rows_of_slots(args: Any, width: int, *, length: int | None = None) -> Sequen
     """
     granule = 1
     if is_fp8(args):
-        size = 1 if getattr(args, "ntp_gpu_memory_gb", None) else args.micro_batch_size  # it may be split
+        size = 1 if args.ntp_gpu_memory_gb else args.micro_batch_size  # it may be split
         rows = _ROWS_OF_ALL if width % 2 else _ROWS_OF_A_SLOT
         granule = rows // math.gcd(rows, size)
     return SequenceRows(length=args.seq_length if length is None else length, width=width, granule=granule)

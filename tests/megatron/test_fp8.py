@@ -26,10 +26,12 @@ def uniform(model, tp, more=""):
 
 
 @functools.cache
-def floor(model):
+def floor(model, more=""):
     """The largest relative difference of a loss between stock Megatron at two of TP1, TP2 and TP4."""
     pairs = itertools.combinations((1, 2, 4), 2)
-    found = max(largest_differences(uniform(model, one), uniform(model, other))["loss"] for one, other in pairs)
+    found = max(
+        largest_differences(uniform(model, one, more), uniform(model, other, more))["loss"] for one, other in pairs
+    )
     assert 1e-6 < found < 1e-3, "FP8 rounds, and the model trains"
     return found
 
@@ -76,6 +78,15 @@ def test_control_a_replica_that_weighs_too_much_is_noticed():
 
 def test_control_scales_that_a_replica_does_not_update_are_noticed():
     assert apart(run(degraded(FP8_DELAYED, "TP2+TP1", spoil="scales_of_a_replica_stay", **FLOAT32))) > NOISE
+
+
+def test_a_replica_may_split_its_micro_batches():
+    """Slots then store a multiple of 8 rows of each piece, and of 16 all together: pieces have two sequences."""
+    whole = "--calculate-per-token-loss --micro-batch-size 4 --global-batch-size 24"
+    outcomes = run(degraded(FP8_CURRENT, "TP4+TP3", more=f"{SP} {whole} --ntp-gpu-memory-gb 0.003", **FLOAT32))
+    assert {seen.share for seen in outcomes.values() if seen.replica == 1} == {(4, 2)}
+    difference = largest_differences(outcomes, uniform(FP8_CURRENT, 2, whole))["loss"]
+    assert difference <= NOISE * floor(FP8_CURRENT, whole)
 
 
 def test_two_replicas_that_each_begin_without_scales():

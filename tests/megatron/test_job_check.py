@@ -47,6 +47,7 @@ script("several about predictions", "--mtp-num-layers", "1", "--context-parallel
        own=("--world-size", "32"))
 script("empty stage", "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett||tt|L",
        own=("--world-size", "32"))
+script("split", "--ntp-gpu-memory-gb", "9", "--calculate-per-token-loss")
 script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
 EXPERTS = ["--num-experts", "8", "--expert-model-parallel-size", "4", "--sequence-parallel"]
 script("experts", *EXPERTS, own=("--world-size", "16"))
@@ -184,6 +185,11 @@ def test_what_changes_while_ranks_are_lost(found):
     added = {"--async-save", "--async-strategy", "--save", "--sequence-parallel", "--overlap-param-gather"}
     assert many - few == added
     assert {"--global-batch-size", "--hidden-dropout", "--attention-dropout"} <= few
+
+
+def test_a_limit_of_memory_may_split_micro_batches(found):
+    with_limit, without = ({option["flag"] for option in found(name, 0)["changes"]} for name in ("split", "accepted"))
+    assert "--micro-batch-size" in with_limit - without
 
 
 def test_a_schedule_of_batches(found):
