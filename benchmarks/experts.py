@@ -24,7 +24,7 @@ from tests.harness.parity.job import Job
 
 PARTS = Path("build/show/experts.jsonl")
 FINISHED = "finished"
-FAULT_POINTS = ("forward", "backward", "reduce", "reduced", "vote", "apply", "applied")
+FAULT_POINTS = ("forward", "dispatch", "combine", "backward", "reduce", "reduced", "vote", "apply", "applied")
 CONTROLS = {
     "experts_swapped": job_of(OF_ALL),
     "padding_adds_to_the_loss": job_of(OF_ALL),

@@ -22,6 +22,8 @@ STEP_FAULT_POINTS: Mapping[str, str] = {
     "backward": "before the backward of a micro-batch",
     "accumulated": "a micro-batch is through its backward (DeepSpeed)",
     "exchange": "before it sends to another stage, or receives from it (Megatron)",
+    "dispatch": "before a layer sends tokens to experts of other ranks (Megatron)",
+    "combine": "before it gets their results back (Megatron)",
     "reduce": "before its gradients are reduced, while those of others may be",
     "reduced": "all micro-batches are done, and their gradients reduced over the lanes (Megatron)",
     "vote": "the gradients are reduced, and nobody has applied them",

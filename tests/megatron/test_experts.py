@@ -33,7 +33,7 @@ def worst_of(lived, job):
     return max(differences(lived, job).values())
 
 
-@pytest.mark.parametrize("fault_point", ["forward", "reduce", "vote", "apply", "applied"])
+@pytest.mark.parametrize("fault_point", ["forward", "dispatch", "combine", "reduce", "vote", "apply", "applied"])
 def test_a_replica_is_lost_at_each_fault_point_and_comes_back(fault_point):
     assert worst_of(lose(job_of(), 1, fault_point=fault_point), job_of()) <= FLOAT64
 

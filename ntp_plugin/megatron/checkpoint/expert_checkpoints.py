@@ -99,10 +99,14 @@ def _as_at(module: Any, place: int, held: dict[int, int], *, column_parts: int) 
                 swapped.append((layer, name, parameter))
     numbers = {id(parameter): number for number, parameter in numbered(module)}
     before = [(group, group.rank()) for group in moved]
+    ranks = {
+        NominalGroup.EXPERTS: place // column_parts,
+        NominalGroup.COLUMNS: place % column_parts,
+        NominalGroup.ALL: place,
+    }
     try:
         for group in moved:
-            is_of_columns = group.role == NominalGroup.COLUMNS
-            group.move_to(place % column_parts if is_of_columns else place // column_parts)
+            group.move_to(ranks[group.role])
         for layer, name, parameter in swapped:
             number = numbers[id(parameter)]
             rows = _nominal_rows(parameter)

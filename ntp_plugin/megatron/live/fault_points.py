@@ -8,7 +8,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+)
 
+from ntp_plugin.megatron.layers.expert_dispatch import UnevenDispatcher
 from ntp_plugin.megatron.live import start
 from ntp_plugin.megatron.reduction.buckets import LaneBucketGroup
 from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, Weight, recovery_fault_points
@@ -29,6 +35,14 @@ def report_steps(job: start.MegatronJob, reached: Reached) -> None:
     fault_points.at(schedules, "forward_step", "forward")
     fault_points.at(schedules, "backward_step", "backward")
     fault_points.at(P2PCommunicator, "_communicate", "exchange")
+    for dispatcher in (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+        MoEFlexTokenDispatcher,
+        UnevenDispatcher,
+    ):
+        fault_points.at(dispatcher, "token_dispatch", "dispatch")
+        fault_points.at(dispatcher, "token_combine", "combine")
     for buckets in (_ParamAndGradBucketGroup, LaneBucketGroup):
         fault_points.at(buckets, "finish_grad_sync", "reduce")
     fault_points.at(_ParamAndGradBucketGroup, "start_param_sync", "gather")
