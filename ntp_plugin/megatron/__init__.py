@@ -41,11 +41,13 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
     cpu_arguments.py    what the emulation makes of arguments that a CPU cannot have
     cpu_fused_gradients.py  apex's kernel for the gradients of weights, in torch
+    delta_net_emulation.py  the kernels of gated delta nets, in torch
     te_emulation/       TransformerEngine's own Python modules on a CPU, with torch in the place of its kernels
 
     layers/             Megatron's layers in a degraded layout
         uneven_layers.py     layers of any width from unmodified classes, and how each parameter is cut
         uneven_experts.py    MoE layers whose slots have any number of experts
+        uneven_delta_net.py  gated delta nets of any width
         expert_dispatch.py   sends tokens to experts that are not spread evenly
         latent_attention.py  a gradient of latent attention that Megatron leaves partial
         token_prediction.py  multi-token prediction: joins columns that slots hold different numbers of

@@ -26,6 +26,7 @@ import torch
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron import cpu_fused_gradients
 from ntp_plugin.megatron.cpu_arguments import with_cpu_arguments
+from ntp_plugin.megatron.delta_net_emulation import DELTA_NET
 from ntp_plugin.megatron.te_emulation import importing
 from ntp_plugin.megatron.te_emulation.attention_calls import ATTENTION_CALLS
 from ntp_plugin.patching import Replacement, apply_all
@@ -481,4 +482,5 @@ MEGATRON: tuple[Replacement, ...] = (
         why="writing a checkpoint logs it, and asks psutil, which the wheel does not bring",
         make=_answer(0),
     ),
+    *DELTA_NET,
 )

@@ -90,7 +90,7 @@ FAMILIES: tuple[FlagFamily, ...] = (
     _family("--first-last-layers-bf16", "--num-layers-at-"),
     _family("--use-megatron-fsdp", "--keep-fp8-"),
     _family("--fp4-format", "--fp4-"),
-    _family("--experimental-attention-variant", "--dsa- --no-dsa- --linear-"),
+    _family("--experimental-attention-variant", "--dsa- --no-dsa-", value="dsa"),
     _family("--hybrid-layer-pattern with M (Mamba)", "--mamba- --disable-mamba-"),
     _family(
         "--use-megatron-fsdp",

@@ -23,6 +23,7 @@ from ntp_plugin.megatron.job_shape import rows_of_slots
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
 from ntp_plugin.megatron.layers.token_prediction import UnevenPrediction
+from ntp_plugin.megatron.layers.uneven_delta_net import UnevenDeltaNet
 from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
@@ -152,6 +153,18 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             offer=rows,
         ),
         *(_experts(UnevenExperts(layers)) if layers.args.num_experts else ()),
+        *(_delta_nets(UnevenDeltaNet(layers)) if layers.args.experimental_attention_variant else ()),
+    )
+
+
+def _delta_nets(delta_nets: UnevenDeltaNet) -> tuple[Replacement, ...]:
+    """Return the hooks of gated delta nets."""
+    return (
+        Replacement(
+            target="megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__",
+            why="it divides its heads evenly",
+            make=delta_nets.layer,
+        ),
     )
 
 
@@ -499,6 +512,14 @@ def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
             target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
             why="it gathers by itself, and takes the pads for rows of the sequence",
             make=sequence.column_linear,
+        ),
+        *(
+            Replacement(
+                target=f"megatron.core.ssm.gated_delta_net:{layer}.forward",
+                why="it takes all rows of all slots for the sequence's",
+                make=sequence.delta_net,
+            )
+            for layer in (["GatedDeltaNet"] if args.experimental_attention_variant else [])
         ),
         *_sequences_of_te(sequence),
     )

@@ -281,6 +281,8 @@ def _notes(unknown: Sequence[str], ranks: StartedRanks, topology: Topology, *, e
 
 
 def _notes_of_model(args: Any) -> Iterator[str]:
+    if getattr(args, "experimental_attention_variant", None):
+        yield "memory counts attention in the place of each gated delta net"
     if args.num_experts:
         yield "memory counts one MLP for each layer of experts; a rank holds more, and more again while ranks are lost"
     if args.mtp_num_layers:

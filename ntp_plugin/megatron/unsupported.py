@@ -192,7 +192,21 @@ TABLE: tuple[Refusal, ...] = (
     not_built("--inprocess-restart"),
     not_built("--skip-train"),
     not_built("--freeze-all-layers"),
-    not_built("--experimental-attention-variant"),
+    not_built(
+        "--experimental-attention-variant",
+        lambda args: getattr(args, "experimental_attention_variant", None) not in (None, "gated_delta_net"),
+        fix="--experimental-attention-variant gated_delta_net, or start with full-width replicas",
+    ),
+    Refusal(
+        flag="--experimental-attention-variant without --sequence-parallel",
+        applies=lambda args: (
+            given("experimental_attention_variant")(args)
+            and above("tensor_model_parallel_size")(args)
+            and not given("sequence_parallel")(args)
+        ),
+        why="leaves the gradient of its last norm partial, so that each slot trains a norm of its own",
+        fix="add --sequence-parallel",
+    ),
     *(
         Refusal(
             flag=f"--save-{what}-interval",
@@ -310,6 +324,12 @@ MEMORY_LIMIT: tuple[Refusal, ...] = (
     ),
     NO_MEMORY_LIMIT,
     Refusal(
+        flag="--experimental-attention-variant with --ntp-gpu-memory-gb",
+        applies=given("experimental_attention_variant"),
+        why="plans memory for attention, and a gated delta net keeps other things for its backward",
+        fix="leave --ntp-gpu-memory-gb out",
+    ),
+    Refusal(
         flag="--mtp-num-layers with --ntp-gpu-memory-gb",
         applies=given("mtp_num_layers"),
         why="weighs its losses by the tokens of a whole micro-batch, and here a micro-batch may be split",
@@ -320,6 +340,7 @@ MEMORY_LIMIT: tuple[Refusal, ...] = (
 
 PLANNED: tuple[Refusal, ...] = (
     *EXPERTS_PLANNED,
+    not_planned("--experimental-attention-variant", given("experimental_attention_variant")),
     not_planned("--context-parallel-size", above("context_parallel_size")),
     not_planned("--use-tp-pp-dp-mapping", given("use_tp_pp_dp_mapping")),
     Refusal(

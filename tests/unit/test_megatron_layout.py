@@ -141,6 +141,10 @@ def test_supported_settings_pass(changes):
     [
         ({"context_parallel_size": 2}, "--context-parallel-size with --ntp-gpu-memory-gb"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers with --ntp-gpu-memory-gb"),
+        (
+            {"experimental_attention_variant": "gated_delta_net"},
+            "--experimental-attention-variant with --ntp-gpu-memory-gb",
+        ),
     ],
 )
 def test_what_is_refused_where_memory_is_limited(changes, flag):
@@ -159,6 +163,12 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
         ({"mtp_num_layers": 1, "hybrid_layer_pattern": "*-"}, "--mtp-num-layers with --hybrid-layer-pattern"),
         ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"use_tp_pp_dp_mapping": True}, "--use-tp-pp-dp-mapping"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "--experimental-attention-variant "),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant "),
+        (
+            {"experimental_attention_variant": "gated_delta_net", "sequence_parallel": False},
+            "--experimental-attention-variant without --sequence-parallel",
+        ),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
         ({"optimizer": "muon"}, "--optimizer"),
         ({"optimizer": "lion"}, "--optimizer"),

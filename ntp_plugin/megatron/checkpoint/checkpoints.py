@@ -209,33 +209,63 @@ def _elements(entry: Entry) -> int:
     return entry.data.numel() if isinstance(entry.data, torch.Tensor) else 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Section:
+    """A part of a whole tensor, along the dim that is cut, that Megatron saves as a tensor of its own."""
+
+    key: str
+    start: int
+    size: int
+
+    def of(self, places: Spans) -> Spans:
+        """Return the part of some places that is in this section."""
+        within = ((max(start, self.start), min(stop, self.start + self.size)) for start, stop in places)
+        return tuple((start, stop) for start, stop in within if start < stop)
+
+
+def _sections(evens: Sequence[ShardedTensor], whole: Tensor) -> list[_Section]:
+    """Return the sections that Megatron's own entries of a parameter have: a run each if it names them apart."""
+    keys = [even.key for even in evens]
+    if len(set(keys)) == 1:
+        return [_Section(key=keys[0], start=0, size=whole.shape[whole.dim])]
+    starts = [run.start for run in whole.runs]
+    ends = [*starts[1:], whole.shape[whole.dim]]
+    return [
+        _Section(key=key, start=start, size=end - start) for key, start, end in zip(keys, starts, ends, strict=True)
+    ]
+
+
 def in_slices(entry: Entry, whole: Tensor, places: Spans) -> ShardedTensorFactory:
     """Return an entry whose data are at these places of a whole tensor, along the dim that is cut, in this order.
 
     Megatron stacks the layers of a model in one tensor, along axes before the parameter's own. Each slice gets these
     axes here: slices are not even shares, and Megatron cannot add the axes to them later.
     """
-    even = next(iter(nested_values([entry.build() if isinstance(entry, ShardedTensorFactory) else entry])))
-    ahead = even.prepend_axis_num
-    before, shape = even.global_offset[:ahead], (*even.global_shape[:ahead], *whole.shape)
-    lengths = [stop - start for start, stop in places]
+    evens = list(nested_values([entry.build() if isinstance(entry, ShardedTensorFactory) else entry]))
+    even, ahead = evens[0], evens[0].prepend_axis_num
+    before, around = even.global_offset[:ahead], even.global_shape[:ahead]
+    slices = [(section, start, stop) for section in _sections(evens, whole) for start, stop in section.of(places)]
+    lengths = [stop - start for _, start, stop in slices]
+
+    def along(others: Sequence[int], size: int) -> tuple[int, ...]:
+        return (*others[: whole.dim], size, *others[whole.dim + 1 :])
 
     def build(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
         assert data.shape[whole.dim] == sum(lengths), "a slot saves what it holds"
         parts = torch.split(data.detach()[(None,) * ahead], lengths, ahead + whole.dim)
         return [
             ShardedTensor(
-                key=key,
+                key=key + section.key.removeprefix(entry.key),
                 data=part,
                 dtype=part.dtype,
                 local_shape=tuple(part.shape),
-                global_shape=shape,
-                global_offset=(*before, *(start if dim == whole.dim else 0 for dim in range(len(whole.shape)))),
+                global_shape=(*around, *along(whole.shape, section.size)),
+                global_offset=(*before, *along((0,) * len(whole.shape), start - section.start)),
                 axis_fragmentations=None,
                 replica_id=replica_id,
                 allow_shape_mismatch=even.allow_shape_mismatch,
             )
-            for part, (start, _) in zip(parts, places, strict=True)
+            for part, (section, start, _) in zip(parts, slices, strict=True)
         ]
 
     def merge(parts: list[torch.Tensor]) -> torch.Tensor:

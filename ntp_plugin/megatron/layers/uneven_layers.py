@@ -62,12 +62,12 @@ class UnevenLayers:
         @functools.wraps(original)
         def init(module: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             groups = config.num_query_groups
-            family = self._family(ATTENTION, groups)
+            family = self.family(ATTENTION, groups)
             virtual = copy.copy(config)
-            virtual.num_query_groups = self._virtual(family)
-            virtual.num_attention_heads = self._virtual(family) * (config.num_attention_heads // groups)
+            virtual.num_query_groups = self.virtual(family)
+            virtual.num_attention_heads = self.virtual(family) * (config.num_attention_heads // groups)
             virtual.tensor_model_parallel_size = self.layout.width  # TransformerEngine's layers divide by it
-            with self._cutting(family):
+            with self.cutting(family):
                 original(module, virtual, *args, **kwargs)
             _require_whole_latents(module)
             self._describe(module, family)
@@ -89,14 +89,14 @@ class UnevenLayers:
                     f"an MLP of {columns} columns does not divide over {tp} TP slots in granules of {granule}",
                     fix=f"--ntp-granule with a divisor of {columns} / {tp}",
                 )
-            family = self._family(MLP, columns // granule, label=columns)
+            family = self.family(MLP, columns // granule, label=columns)
             virtual = copy.copy(config)
-            virtual.ffn_hidden_size = self._virtual(family) * granule
+            virtual.ffn_hidden_size = self.virtual(family) * granule
             virtual.tensor_model_parallel_size = self.layout.width
             if kwargs.get("ffn_hidden_size") is not None:
                 assert kwargs["ffn_hidden_size"] == columns, "both layers of an MLP are as wide"
                 kwargs["ffn_hidden_size"] = virtual.ffn_hidden_size
-            with self._cutting(family):
+            with self.cutting(family):
                 original(module, virtual, *args, **kwargs)
             self._describe(module, family)
 
@@ -108,8 +108,8 @@ class UnevenLayers:
         @functools.wraps(original)
         def init(module: Any, num_embeddings: int, *args: Any, **kwargs: Any) -> None:
             family = self._vocabulary = self._vocabulary_of(num_embeddings)
-            with self._cutting(family):
-                original(module, self._virtual(family), *args, **kwargs)
+            with self.cutting(family):
+                original(module, self.virtual(family), *args, **kwargs)
             ((module.vocab_start_index, module.vocab_end_index),) = self.layout.held(family)
             module.num_embeddings = num_embeddings
             self._describe(module, family)
@@ -131,8 +131,8 @@ class UnevenLayers:
             if output_size != family.units:
                 raise _unknown(f"a column-parallel layer with {output_size} rows")
             self._vocabulary = family
-            with self._cutting(family):
-                original(module, input_size, self._virtual(family), *args, **kwargs)
+            with self.cutting(family):
+                original(module, input_size, self.virtual(family), *args, **kwargs)
             self._describe(module, family)
 
         return init
@@ -167,8 +167,8 @@ class UnevenLayers:
         family = projection_of(outputs)
         virtual = copy.copy(config)
         virtual.tensor_model_parallel_size = self.layout.width
-        with self._cutting(family):
-            original(module, inputs, self._virtual(family), config=virtual, **kwargs)
+        with self.cutting(family):
+            original(module, inputs, self.virtual(family), config=virtual, **kwargs)
         self._describe(module, family)
 
     def row(self, original: Any) -> Any:
@@ -225,18 +225,20 @@ class UnevenLayers:
 
     # ------------------------------------------------ families and cuts
 
-    def _family(self, kind: str, units: int, *, label: int | None = None) -> Family:
+    def family(self, kind: str, units: int, *, label: int | None = None) -> Family:
         """Return the family of layers with this number of units, which are cut alike."""
         return Family(name=f"{kind} of {label or units}", units=units)
 
     def _vocabulary_of(self, rows: int) -> Family:
         return Family(name=VOCABULARY, units=rows, contiguous=True)
 
-    def _virtual(self, family: Family) -> int:
+    def virtual(self, family: Family) -> int:
+        """Return the size that Megatron divides by the width of the group, to get what this slot holds."""
         return sp.size(self.layout.held(family)) * self.layout.width
 
     @contextlib.contextmanager
-    def _cutting(self, family: Family) -> Iterator[None]:
+    def cutting(self, family: Family) -> Iterator[None]:
+        """Say that the parallel layers built here are of this family."""
         assert self._open is None, "attention and MLP do not hold one another"
         self._open = family
         try:

@@ -108,6 +108,20 @@ class UnevenSequence:
 
         return rotary_length
 
+    def delta_net(self, original: Any) -> Any:
+        """`GatedDeltaNet.forward`, which multiplies a slot's rows by the width to know the length."""
+        degree = _Degree(self._rows)
+
+        @functools.wraps(original)
+        def forward(module: Any, part: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            width, module.sp_size = module.sp_size, degree
+            try:
+                return original(module, part, *args, **kwargs)
+            finally:
+                module.sp_size = width
+
+        return forward
+
     def _with_pads(self, whole: torch.Tensor) -> torch.Tensor:
         _require_rows(whole, self._rows.length)
         return functional.pad(whole, (0, 0) * (whole.dim() - 1) + (0, self._rows.pads))
@@ -115,6 +129,20 @@ class UnevenSequence:
     def _without_pads(self, whole: torch.Tensor) -> torch.Tensor:
         _require_rows(whole, self._rows.padded)
         return whole[: self._rows.length]
+
+
+class _Degree(int):
+    """A degree of sequence parallelism that makes the true length of the rows that a slot stores."""
+
+    def __new__(cls, rows: SequenceRows) -> "_Degree":
+        self = super().__new__(cls, rows.padded // rows.stored)
+        self._rows = rows  # type: ignore[attr-defined]
+        return self
+
+    def __rmul__(self, stored: int) -> int:
+        assert stored == self._rows.stored, "a slot has its rows"  # type: ignore[attr-defined]
+        length: int = self._rows.length  # type: ignore[attr-defined]
+        return length
 
 
 def _require_rows(tensor: torch.Tensor, rows: int) -> None:

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -437,12 +438,28 @@ class Looker:
                 ranges = [(group.rank() * shape[0], (group.rank() + 1) * shape[0])]
                 shape = (shape[0] * group.size(), *shape[1:])
             elif parameter.tensor_model_parallel:
-                dim, stride = parameter.partition_dim, parameter.partition_stride
-                size = shape[dim] // stride
+                dim, sections = parameter.partition_dim, self._sections(parameter)
                 shape = (*shape[:dim], shape[dim] * width, *shape[dim + 1 :])
-                ranges = [((run * width + rank) * size, (run * width + rank + 1) * size) for run in range(stride)]
+                starts = [start * width + rank * size for start, size in _placed(sections)]
+                ranges = [(start, start + size) for start, size in zip(starts, sections, strict=True)]
             index = np.concatenate([np.arange(start, stop) for start, stop in ranges])
             yield name, Part(values=values, shape=shape, dim=dim, index=index)
+
+    def _sections(self, parameter: Any) -> list[int]:
+        """The sizes of the parts of a slot's tensor that are cut one by one, by Megatron's own modules."""
+        for layer in (module for chunk in self._chunks for module in chunk.modules()):
+            if hasattr(layer, "in_proj_split_sections"):  # a gated delta net: queries, keys, values, ...
+                if parameter is layer.in_proj.weight:
+                    return list(layer.in_proj_split_sections)
+                if parameter is layer.conv1d.weight:
+                    return list(layer.in_proj_split_sections[:3])
+        stride = getattr(parameter, "partition_stride", 1)
+        return [parameter.shape[parameter.partition_dim] // stride] * stride
+
+
+def _placed(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each section's start in the slot's tensor, and its size."""
+    return zip([0, *accumulate(sizes)], sizes, strict=False)
 
 
 def _digest_of_generators() -> str:

@@ -26,6 +26,7 @@ from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.checkpoint.save_errors import SaveErrors
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout
+from ntp_plugin.megatron.layers.uneven_delta_net import UnevenDeltaNet
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.live import hooks, training_step, unsynced
@@ -272,6 +273,12 @@ def units_swapped_in_a_checkpoint() -> None:
         return split(entry, whole, places)
 
     plant(checkpoints, "in_slices", swapped)
+
+
+def delta_net_in_one_section() -> None:
+    """The rows of a slot's queries, keys, values, gates and decays are taken for one after the other of each unit."""
+    cut = UnevenDeltaNet._cut
+    plant(UnevenDeltaNet, "_cut", lambda net, layer, family, sections: cut(net, layer, family, [sum(sections)]))
 
 
 def samples_not_rewound() -> None:
