@@ -1,6 +1,6 @@
-"""Lose slots of jobs with layers of experts, feature by feature, at every fault point of a step.
+"""Lose slots of jobs with experts, context parallelism and today's attention, at every fault point of a step.
 
-    python -m benchmarks.experts            the evidence for `make show-experts`: half an hour on two cores
+    python -m benchmarks.experts            the evidence for `make show-experts`: 25 minutes on two cores
     ROWS=ep+bias,... python -m benchmarks.experts    some features
     ROWS=finished python -m benchmarks.experts       those that have run: none is started
 
@@ -19,20 +19,13 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.numerics import BOUNDS, SEED
-from tests.harness.parity.experts import BIASED, FEATURES, OF_ALL, differences, job_of, lose
+from tests.harness.parity.experts import CONTROLS, FEATURES, differences, lose, spoilt
 from tests.harness.parity.job import Job
 
 PARTS = Path("build/show/experts.jsonl")
 FINISHED = "finished"
 FAULT_POINTS = ("forward", "dispatch", "combine", "backward", "reduce", "reduced", "vote", "apply", "applied")
-CONTROLS = {
-    "experts_swapped": job_of(OF_ALL),
-    "padding_adds_to_the_loss": job_of(OF_ALL),
-    "padding_weighs_as_others": job_of(OF_ALL),
-    "experts_weigh_by_groups": job_of(OF_ALL),
-    "bias_stays_after_a_recovery": job_of(router=f"{BIASED} --moe-router-bias-update-rate 0.1"),
-}
-"""Planted faults (`parity/spoilt_experts.py`), and the jobs that must detect them."""
+OF_EXPERTS = ("dispatch", "combine")
 TIMES_THE_BOUND = 1e3
 """How much larger than the bound a control's difference has to be."""
 
@@ -40,10 +33,16 @@ TIMES_THE_BOUND = 1e3
 def cases() -> Iterator[tuple[dict[str, Any], Job, tuple[int, ...]]]:
     """Yield what a row is about, its job, and the slots that it loses."""
     for number, (feature, (job, lost)) in enumerate(FEATURES.items()):
-        for fault_point in (FAULT_POINTS[(2 * number + more) % len(FAULT_POINTS)] for more in range(2)):
+        reached = [point for point in FAULT_POINTS if _has_experts(job) or point not in OF_EXPERTS]
+        for fault_point in (reached[(2 * number + more) % len(reached)] for more in range(2)):
             yield _about(job) | {"feature": feature, "moment": fault_point, "control": ""}, job, lost
-    for control, job in CONTROLS.items():
-        yield _about(job) | {"feature": "ep", "moment": "backward", "control": control}, job, (1,)
+    for control, (job, _) in CONTROLS.items():
+        feature = "ep" if _has_experts(job) else "cp" if job.cp > 1 else "gated delta nets"
+        yield _about(job) | {"feature": feature, "moment": "backward", "control": control}, job, (1,)
+
+
+def _has_experts(job: Job) -> bool:
+    return "--num-experts" in job.more
 
 
 def _about(job: Job) -> dict[str, Any]:
@@ -52,11 +51,10 @@ def _about(job: Job) -> dict[str, Any]:
 
 def row_of(about: dict[str, Any], job: Job, lost: tuple[int, ...]) -> dict[str, Any]:
     """Run one case."""
-    if about["control"]:
-        job = Job(**{**vars(job), "spoil": about["control"]})
-    found = differences(lose(job, *lost, fault_point=about["moment"], back=not about["control"]), job)
+    control = about["control"]
+    found = spoilt(control) if control else differences(lose(job, *lost, fault_point=about["moment"]), job)
     worst, bound = max(found.values()), BOUNDS["float64"]
-    holds = worst > TIMES_THE_BOUND * bound if about["control"] else worst <= bound
+    holds = worst > TIMES_THE_BOUND * bound if control else worst <= bound
     return about | found | {"holds": holds}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ntp_plugin.testing.faults import kill
 from tests.harness.parity.job import STEPS, Job, largest_differences, run
-from tests.harness.parity.layouts import BASE, MODELS
+from tests.harness.parity.layouts import BASE, LATENT, MODELS, WITH_TE
 from tests.harness.parity.live import Lived, as_if_always_there, live
 
 MODEL = f"{MODELS[BASE]} --transformer-impl transformer_engine"
@@ -30,6 +30,10 @@ EP2, EP4, SP = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4
 ETP1, PER_TOKEN = "--expert-tensor-parallel-size 1", "--calculate-per-token-loss"
 IN_ONE_BUCKET = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SHARDED = f"{IN_ONE_BUCKET} --ddp-bucket-size 9000"
+DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 4"
+    " --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8"
+)
 SHARED = "--moe-shared-expert-intermediate-size 48"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OF_TWO, OF_ALL = f"{GROUPED} {A2A} {EP2}", f"{GROUPED} {A2A} {EP4}"
@@ -37,7 +41,8 @@ OF_TWO, OF_ALL = f"{GROUPED} {A2A} {EP2}", f"{GROUPED} {A2A} {EP4}"
 
 def job_of(more: str = OF_TWO, *, router: str = f"{ROUTER} {AUX}", **options: Any) -> Job:
     """Four replicas; by default two expert groups of two."""
-    return Job(model=MODEL, more=f"{router} {more}", **{"tp": 1, "dp": 4, "batch": 8, "enabled": True} | options)
+    four: dict[str, Any] = {"model": MODEL, "tp": 1, "dp": 4, "batch": 8, "enabled": True}
+    return Job(more=f"{router} {more}", **four | options)
 
 
 FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
@@ -65,13 +70,45 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
     "ep+exact masks": (job_of(f"{OF_TWO} --hidden-dropout 0.1 --ntp-dropout exact --ntp-enable"), (1,)),
     "ep+cp": (job_of(f"{OF_TWO} {PER_TOKEN}", cp=2, dp=2), (1,)),
     "ep+mtp": (job_of(f"{OF_ALL} --mtp-num-layers 1"), (1,)),
+    "ep+mla": (job_of(model=WITH_TE[LATENT]), (1,)),
+    "ep+mla+mtp+shared+bias": (
+        job_of(
+            f"{OF_TWO} {SHARED} --mtp-num-layers 1",
+            router=BIASED,
+            model=WITH_TE[LATENT],
+        ),
+        (1,),
+    ),
+    "tp+sp+gated delta nets": (job_of(f"{GROUPED} {A2A} {SP} {DELTA_NET}", tp=2, dp=2), (3,)),
+    "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
+    "cp+tp+sp": (job_of(f"{PER_TOKEN} {SP}", router="", tp=2, cp=2, dp=1), (2,)),
 }
 """Feature -> a job that has it, and the slots that it loses. The words of a feature are joined by +."""
+
+_MASKED = "--hidden-dropout 0.1 --ntp-enable --ntp-dropout exact"
+CONTROLS: Mapping[str, tuple[Job, bool]] = {
+    "experts_swapped": (job_of(OF_ALL), False),
+    "padding_adds_to_the_loss": (job_of(OF_ALL), False),
+    "padding_weighs_as_others": (job_of(OF_ALL), False),
+    "experts_weigh_by_groups": (job_of(OF_ALL), False),
+    "bias_stays_after_a_recovery": (job_of(router=f"{BIASED} --moe-router-bias-update-rate 0.1"), True),
+    "replicas_of_a_context_weigh_as_before": (job_of("", router="", cp=2, dp=2, masked=False), False),
+    "rows_are_in_order": (job_of(_MASKED, router="", cp=2, dp=2, masked=False), False),
+    "delta_net_in_one_section": (job_of(f"{SP} {DELTA_NET}", router="", tp=2, dp=2), False),
+}
+"""Planted fault (`spoilt.py`, `spoilt_experts.py`) -> the job that must detect it, and whether a rank comes back: some
+faults are of what a rank does that has just begun."""
 
 
 def reference(job: Job) -> Job:
     """The same job of stock Megatron. Exact masks are in it as well: they make the runs equal."""
     return dataclasses.replace(job, enabled=False, spoil="")
+
+
+def spoilt(control: str) -> dict[str, float]:
+    """The largest differences of a job with a planted fault."""
+    job, back = CONTROLS[control]
+    return differences(lose(dataclasses.replace(job, spoil=control), 1, back=back), job)
 
 
 def lose(job: Job, *slots: int, fault_point: str = "backward", back: bool = True) -> dict[int, Lived]:
