@@ -49,6 +49,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
         uneven_experts.py    MoE layers whose slots have any number of experts
         uneven_delta_net.py  gated delta nets of any width
         expert_dispatch.py   sends tokens to experts that are not spread evenly
+        context_ring.py      attention of a context group that is smaller than its two levels
         latent_attention.py  a gradient of latent attention that Megatron leaves partial
         token_prediction.py  multi-token prediction: joins columns that slots hold different numbers of
         uneven_sequence.py   sequence parallelism where the width does not divide the sequence

@@ -65,6 +65,12 @@ CHANGES: tuple[DegradedChange, ...] = (
         " many of them as divide this number; they run fewer micro-batches",
     ),
     DegradedChange(
+        flag="--hierarchical-context-parallel-sizes",
+        applies=_given("hierarchical_context_parallel_sizes"),
+        change="all context groups exchange in one ring (p2p) while a slot is lost: a smaller group has no two levels"
+        " of these sizes",
+    ),
+    DegradedChange(
         flag="--num-experts",
         applies=_given("num_experts"),
         change="a replica that has lost a slot is left out, and its experts go to the other slots of its expert group;"

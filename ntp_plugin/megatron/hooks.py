@@ -20,6 +20,7 @@ from ntp_plugin.megatron.checkpoint.expert_checkpoints import ExpertCheckpoints
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
+from ntp_plugin.megatron.layers.context_ring import in_one_ring
 from ntp_plugin.megatron.layers.dropout import ExactDropout, Firsts
 from ntp_plugin.megatron.layers.latent_attention import with_whole_gradients
 from ntp_plugin.megatron.layers.token_prediction import UnevenPrediction
@@ -72,6 +73,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *(_routers(sync) if job.args.num_experts else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
+        *_contexts(job.args),
         *_predictions(job, sync),
         *fp8_scales.hooks(job.args),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
@@ -524,6 +526,19 @@ def _sequences(layout: Layout, args: Any) -> tuple[Replacement, ...]:
         *_sequences_of_te(sequence),
     )
     return (length, *pads) if rows.pads else (length,)
+
+
+def _contexts(args: Any) -> tuple[Replacement, ...]:
+    """Return the hooks of `--hierarchical-context-parallel-sizes`."""
+    if not args.hierarchical_context_parallel_sizes:
+        return ()
+    return (
+        Replacement(
+            target=f"{_TE}:TEDotProductAttention.__init__",
+            why="it exchanges in two levels, whose sizes a smaller context group has not",
+            make=in_one_ring,
+        ),
+    )
 
 
 def _sequences_of_te(sequence: UnevenSequence) -> tuple[Replacement, ...]:

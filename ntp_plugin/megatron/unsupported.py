@@ -73,14 +73,7 @@ def has_partial_latent_keys(args: Any) -> bool:
 
 
 TABLE: tuple[Refusal, ...] = (
-    Refusal(
-        flag="--hierarchical-context-parallel-sizes",
-        applies=given("hierarchical_context_parallel_sizes"),
-        why="divides a context group in two levels of fixed sizes, and a group that has lost a replica is smaller",
-        fix="leave it out, with another --cp-comm-type than a2a+p2p",
-    ),
     *EXPERTS,
-    not_built("--overlap-param-gather-with-optimizer-step"),
     not_built(
         "--pipeline-model-parallel-layout with m before the last stage",
         predicts_before_the_loss,

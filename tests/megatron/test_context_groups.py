@@ -21,6 +21,7 @@ FLOAT64 = BOUNDS["float64"]
 MODEL = f"{MODELS[BASE]} --transformer-impl transformer_engine"
 PER_TOKEN, SP = "--calculate-per-token-loss", "--sequence-parallel"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000"
+LEVELS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 DP_LAST = "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 2"
 """Megatron wants the same number of replicas for experts, of which there are none."""
 
@@ -71,6 +72,7 @@ def test_the_rest_of_a_replica_with_a_lost_slot_is_idle():
         pytest.param(SHARDED, {}, [0], id="with the distributed optimizer"),
         pytest.param(f"{PER_TOKEN} --cp-comm-type a2a", {}, [1], id="a2a"),
         pytest.param(f"{PER_TOKEN} --cp-comm-type all_gather", {"cp": 4, "dp": 1}, [1], id="all_gather"),
+        pytest.param(f"{PER_TOKEN} {LEVELS}", {"cp": 4, "dp": 1}, [1], id="a2a in p2p"),
     ],
 )
 def test_context_groups_go_on_with_fewer_replicas(more, layout, lost):

@@ -3,10 +3,15 @@
 import pytest
 
 from benchmarks.numerics import BF16, BOUNDS, bounds_of, compared
-from tests.harness.parity.job import STEPS, largest_differences, run
-from tests.harness.parity.layouts import BASE, OPTIONS, degraded, uniform
+from ntp_plugin.testing.faults import kill
+from tests.harness.parity.job import STEPS, Job, largest_differences, run
+from tests.harness.parity.layouts import BASE, MODELS, OPTIONS, degraded, uniform
+from tests.harness.parity.live import as_if_always_there, live
 
 GATHER = OPTIONS["parameter gather overlap"]
+IN_THE_STEP = (
+    f"{OPTIONS['distributed optimizer, overlap']} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
+)
 EVALUATED = "--eval-iters 1 --eval-interval 5"
 BOUND = BOUNDS["float64"]
 
@@ -54,3 +59,14 @@ def test_bf16_within_four_times_its_noise_floor():
 def test_the_comparison_detects_a_forward_that_does_not_wait():
     outcomes = run(degraded(BASE, "TP4+TP3", more=GATHER, spoil="parameters_not_awaited"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > BOUND
+
+
+@pytest.mark.parametrize("fault_point", ["backward", "apply", "applied"])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1)], ids=["a replica is dropped", "a stage is narrower"])
+def test_gathers_in_the_step_of_the_first_chunk_are_left_out_while_a_slot_is_lost(tp, dp, fault_point):
+    """The parameters of a rank's first chunk are sent while the optimizer steps the others."""
+    options = {"model": MODELS[BASE], "pp": 2, "chunks": 2, "batch": 8}
+    job = Job(tp=tp, dp=dp, more=f"{IN_THE_STEP} --overlap-param-gather", enabled=True, **options)
+    lived, _ = live(job, faults=[kill(1, during=fault_point, step=4)], back={1: 12})
+    assert len(lived) == job.processes
+    assert max(largest_differences(as_if_always_there(lived), run(Job(tp=1, **options))).values()) <= BOUND

@@ -156,7 +156,6 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"hierarchical_context_parallel_sizes": [2, 2]}, "--hierarchical-context-parallel-sizes"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"mtp_num_layers": 1, "context_parallel_size": 2}, "--mtp-num-layers with --context-parallel-size"),
         ({"mtp_num_layers": 1, "fp8": "hybrid"}, "--mtp-num-layers with --fp8-format"),
@@ -191,7 +190,6 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
         ({"hybrid_layer_pattern": "M-*-"}, r"--hybrid-layer-pattern with M \(Mamba\)"),
         ({"hybrid_override_pattern": "*E"}, r"--hybrid-layer-pattern with E \(experts\)"),
         ({"hybrid_layer_pattern": "*-/*"}, "--hybrid-layer-pattern with / "),
-        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
         ({"freeze_all_layers": True}, "--freeze-all-layers"),
         ({"save_wgrads_interval": 5}, "--save-wgrads-interval"),

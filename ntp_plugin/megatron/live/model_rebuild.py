@@ -45,6 +45,7 @@ class ModelRebuild:
         """Replaces the model's dropouts, if masks are exact."""
         self.scheduler: Any = None
         self._build_optimizer: Callable[[], Any] | None = None
+        self.optimizer_config: Any = None
 
     # ------------------------------------------------ recording how it is built
 
@@ -64,9 +65,10 @@ class ModelRebuild:
         """`get_megatron_optimizer`: remember its arguments."""
 
         @functools.wraps(original)
-        def build(*args: Any, **kwargs: Any) -> Any:
-            self._build_optimizer = functools.partial(original, *args, **kwargs)
-            return original(*args, **kwargs)
+        def build(config: Any, *args: Any, **kwargs: Any) -> Any:
+            self.optimizer_config = config
+            self._build_optimizer = functools.partial(original, config, *args, **kwargs)
+            return original(config, *args, **kwargs)
 
         return build
 
@@ -206,7 +208,7 @@ def _take_sizes(module: torch.nn.Module, model: torch.nn.Module, configs: tuple[
             continue
         if type(value) is type(built):
             setattr(module, key, _as_changed(real, built, value))
-        elif _is_plain(value) or isinstance(value, ProcessGroupCollection | dist.ProcessGroup | NominalGroup):
+        elif _is_plain(value) or _is_a_group(value):
             setattr(module, key, value)
 
 
@@ -225,6 +227,12 @@ def _have_groups_of(model: torch.nn.Module, wrapper: Any) -> None:
         if isinstance(getattr(wrapper, "pg_collection", None), ProcessGroupCollection):
             wrapper.pg_collection = model.pg_collection
         wrapper = wrapper.module
+
+
+def _is_a_group(value: Any) -> bool:
+    if isinstance(value, list) and value:  # the levels of a context group
+        return all(map(_is_a_group, value))
+    return isinstance(value, ProcessGroupCollection | dist.ProcessGroup | NominalGroup)
 
 
 def _is_plain(value: Any) -> bool:

@@ -391,7 +391,7 @@ class MegatronTrainer:
         if self._own is None:  # Megatron sets it when training begins, and a rank joins before that
             config = model_rebuild.chunks[0].config
             self._own = config, config.finalize_model_grads_func or finalize_model_grads
-        configs = [bare(chunk).config for chunk in model_rebuild.chunks]
+        configs = [model_rebuild.optimizer_config, *(bare(chunk).config for chunk in model_rebuild.chunks)]
         self._switched_off.for_layout(configs, degraded=layout.degraded, reports=self.first)
         job = JobPlan(
             layout,
