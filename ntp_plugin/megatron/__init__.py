@@ -30,6 +30,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
     padding.py          micro-batches that weigh nothing, so that all replicas of an expert group run alike many
     router_metrics.py   what routers log of a step, summed over uneven replicas
+    matrices.py         Muon, whose step is of whole matrices
     chained.py          Megatron's optimizers of one model as one optimizer of torch
     prediction_losses.py  the losses of multi-token prediction in the log, over replicas of different width
     context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron import fp8_scales, groups, padding, router_metrics
+from ntp_plugin.megatron import fp8_scales, groups, matrices, padding, router_metrics
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
 from ntp_plugin.megatron.checkpoint.expert_checkpoints import ExpertCheckpoints
@@ -76,6 +76,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *_contexts(job.args),
         *_predictions(job, sync),
         *fp8_scales.hooks(job.args),
+        *matrices.hooks(job.args, sync),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
         *(_checkpoints_of_experts(job.layout, layers) if job.args.num_experts else ()),
     )

@@ -72,6 +72,15 @@ def has_partial_latent_keys(args: Any) -> bool:
     return is_latent(args) and not args.sequence_parallel and above("tensor_model_parallel_size")(args)
 
 
+def keeps_matrices_whole(args: Any) -> bool:
+    """Whether no loss narrows a replica: there is one TP slot, or what it has are experts or parts of sequences; and
+    each slot steps its own part of a matrix."""
+    if args.tensor_model_parallel_size == 1:
+        return True
+    never_narrowed = given("num_experts")(args) or above("context_parallel_size")(args)
+    return bool(never_narrowed and getattr(args, "muon_tp_mode", "blockwise") == "blockwise")
+
+
 TABLE: tuple[Refusal, ...] = (
     *EXPERTS,
     not_built(
@@ -301,9 +310,20 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         flag="--optimizer",
-        applies=lambda args: args.optimizer not in ("adam", "sgd"),
+        applies=lambda args: args.optimizer not in ("adam", "sgd", "muon"),
         why="is not element-wise, or nobody has tried it: a unit of a matrix would depend on its place",
-        fix="--optimizer adam or sgd",
+        fix="--optimizer adam, sgd or muon",
+    ),
+    Refusal(
+        flag="--optimizer muon",
+        applies=lambda args: args.optimizer == "muon" and not keeps_matrices_whole(args),
+        why="steps whole matrices, and a narrower replica would have other ones",
+        fix="--tensor-model-parallel-size 1, or --optimizer adam; with experts, --muon-tp-mode blockwise",
+    ),
+    not_built(
+        "--optimizer muon with --use-distributed-optimizer",
+        lambda args: args.optimizer == "muon" and getattr(args, "use_distributed_optimizer", False),
+        fix="--optimizer muon without it: each rank then keeps what Muon keeps for all matrices",
     ),
 )
 

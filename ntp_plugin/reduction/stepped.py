@@ -48,7 +48,7 @@ def shards_of_lanes(shards: Iterable[LaneShard], slice_of: SliceOf) -> list[Step
     ]
 
 
-def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part]:
+def parts(stepped: list[Stepped], optimizer: Any) -> list[Part]:
     """The parts to copy, where they live now."""
     known, kept = element_wise(optimizer), Numbers(optimizer)
     found = []
@@ -60,9 +60,9 @@ def parts(stepped: list[Stepped], optimizer: torch.optim.Optimizer) -> list[Part
     return found
 
 
-def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: Mapping[str, CopiedSlice]) -> list[Part]:
+def make_room(stepped: list[Stepped], optimizer: Any, kinds: Mapping[str, CopiedSlice]) -> list[Part]:
     """Have the optimizer keep what the copies have for these tensors, and return the parts to fill."""
-    known, kept = element_wise(optimizer), Numbers(optimizer)
+    kept = Numbers(optimizer)
     optimizer.state.clear()
     kept.forget()
     for one in stepped:
@@ -77,7 +77,7 @@ def make_room(stepped: list[Stepped], optimizer: torch.optim.Optimizer, kinds: M
         }
         if state:
             optimizer.state[one.parameter] = state
-            _require_numbers(like, known.of_group)
+            _require_numbers(like, kept.required(one.parameter))
         numbers = {key: _from_json(value, one.parameter.device) for key, value in like.numbers.items()}
         kept.put(one.parameter, numbers)
     return parts(stepped, optimizer)

@@ -4,7 +4,8 @@ A tensor can be cut anew, or sharded, only if the step of an element depends on 
 its gradient and what the optimizer keeps for it. That cannot be seen from outside, so this is a table of the classes
 known to be so, and of the names of what they keep. What is *cut* has the parameter's shape and moves with its elements;
 what is *kept* is one number, the same for every part. Everything else is refused by its name: an optimizer that looks
-at whole matrices (Muon, Shampoo, SOAP, Adafactor) would train another model at every width.
+at whole matrices (Shampoo, SOAP, Adafactor) would train another model at every width. Megatron's Muon does so too, and
+is here for jobs whose matrices are never cut anew (`megatron/matrices.py`).
 
 Each optimizer keeps its step number in its own place. Torch's Adam has it with each parameter. NVIDIA's has it once for
 all parameters of a group, among the group's options, and apex's does not count if the group has none on this rank.
@@ -16,7 +17,7 @@ optimizers are recognized by the kernel that they carry. A subclass is another o
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ _DEEPSPEEDS_ADAM = ElementWise(
 )
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
+_MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn")
+
 KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("torch.optim.adam", "Adam"): _ADAM,
     ("torch.optim.adamw", "AdamW"): _ADAM,
@@ -57,6 +60,7 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("apex.optimizers.fused_adam", "FusedAdam"): _FUSED_ADAM,
     ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"): _DEEPSPEEDS_ADAM,
+    ("megatron.core.optimizer.emerging_optimizers", "TensorParallelMuon"): _MUON,
 }
 """The known optimizers, by the module that defines the class, and its name."""
 
@@ -72,8 +76,18 @@ INVENTORY = (
 _FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
 
 
+class Several:
+    """Optimizers of several kinds that step one model together, as one: each has its own parameters."""
+
+    def __init__(self, optimizers: Sequence[Any], state: MutableMapping[Any, Any]) -> None:
+        self.optimizers, self.state = tuple(optimizers), state
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+
 def element_wise(optimizer: object) -> ElementWise:
     """What is known of an optimizer; raises `Refused` unless it is element-wise, by its class and its options."""
+    if isinstance(optimizer, Several):
+        return _any_of([element_wise(one) for one in optimizer.optimizers])
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = KNOWN.get((kind.__module__, kind.__qualname__))
@@ -102,11 +116,27 @@ def element_wise(optimizer: object) -> ElementWise:
     return known
 
 
+def _any_of(several: Sequence[ElementWise]) -> ElementWise:
+    """What any of several optimizers keeps."""
+
+    def any_of(field: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for known in several for name in getattr(known, field)))
+
+    return ElementWise(cut=any_of("cut"), kept=any_of("kept"), of_group=any_of("of_group"), of_last=any_of("of_last"))
+
+
 class Numbers:
     """All that an optimizer keeps and that is not cut, by parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._known = optimizer, element_wise(optimizer)
+        several = optimizer.optimizers if isinstance(optimizer, Several) else ()
+        self._required = {
+            parameter: element_wise(one).of_group
+            for one in several
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
         of_groups = optimizer.param_groups if self._known.of_group or self._known.of_last else []
         self._group_of = {parameter: group for group in of_groups for parameter in group["params"]}
 
@@ -127,6 +157,10 @@ class Numbers:
             self._group_of[parameter].update(of_group)
         if len(numbers) > len(of_group):
             self._optimizer.state[parameter].update({key: numbers[key] for key in numbers if key not in of_group})
+
+    def required(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """The numbers without which an optimizer would count the steps of a parameter from zero again."""
+        return self._required.get(parameter, self._known.of_group)
 
     def forget(self) -> None:
         """Remove the numbers that groups keep."""

@@ -169,7 +169,21 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
             "--experimental-attention-variant without --sequence-parallel",
         ),
         ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size"),
-        ({"optimizer": "muon"}, "--optimizer"),
+        ({"optimizer": "muon", "tensor_model_parallel_size": 2}, "--optimizer muon"),
+        (
+            {
+                "optimizer": "muon",
+                "tensor_model_parallel_size": 2,
+                "num_experts": 4,
+                "muon_tp_mode": "distributed",
+            },
+            "--optimizer muon",
+        ),
+        ({"optimizer": "dist_muon"}, "--optimizer"),
+        (
+            {"optimizer": "muon", "num_experts": 4, "use_distributed_optimizer": True},
+            "--optimizer muon with --use-distributed-optimizer",
+        ),
         ({"optimizer": "lion"}, "--optimizer"),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "--fp8-recipe"),
         ({"fp8": "hybrid", "fp8_param_gather": True}, "--fp8-param-gather"),

@@ -30,6 +30,7 @@ EP2, EP4, SP = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4
 ETP1, PER_TOKEN = "--expert-tensor-parallel-size 1", "--calculate-per-token-loss"
 IN_ONE_BUCKET = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SHARDED = f"{IN_ONE_BUCKET} --ddp-bucket-size 9000"
+MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-scale-mode spectral"
 DELTA_NET = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 4"
     " --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8"
@@ -80,6 +81,7 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
         (1,),
     ),
     "tp+sp+gated delta nets": (job_of(f"{GROUPED} {A2A} {SP} {DELTA_NET}", tp=2, dp=2), (3,)),
+    "ep+muon": (job_of(f"{OF_ALL} {MUON}"), (1,)),
     "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
     "cp+tp+sp": (job_of(f"{PER_TOKEN} {SP}", router="", tp=2, cp=2, dp=1), (2,)),
 }
@@ -91,6 +93,7 @@ CONTROLS: Mapping[str, tuple[Job, bool]] = {
     "padding_adds_to_the_loss": (job_of(OF_ALL), False),
     "padding_weighs_as_others": (job_of(OF_ALL), False),
     "experts_weigh_by_groups": (job_of(OF_ALL), False),
+    "experts_are_one_matrix": (job_of(f"{OF_ALL} {MUON}"), False),
     "bias_stays_after_a_recovery": (job_of(router=f"{BIASED} --moe-router-bias-update-rate 0.1"), True),
     "replicas_of_a_context_weigh_as_before": (job_of("", router="", cp=2, dp=2, masked=False), False),
     "rows_are_in_order": (job_of(_MASKED, router="", cp=2, dp=2, masked=False), False),
