@@ -43,6 +43,13 @@ def require_whole_groups(topology: Topology) -> None:
             f"the {topology.dp * tp} ranks of a stage do not make expert groups of {of_group}",
             fix=f"start a multiple of {of_group} ranks for each stage",
         )
+    replicas = len(replicas_beside(topology, 0))
+    if replicas % topology.cp and topology.cp % replicas:
+        raise Refused(
+            f"expert groups of {replicas} replicas and context groups of {topology.cp} overlap in part, so replicas of"
+            " one context group would run different numbers of micro-batches",
+            fix="choose sizes of which one divides the other",
+        )
 
 
 def require_experts_in_all_stages(units: ModelUnits) -> None:

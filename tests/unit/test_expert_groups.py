@@ -1,5 +1,6 @@
 """Which slot holds which experts after a loss, and which slots sum their gradients."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -72,6 +73,10 @@ def test_replicas_of_a_group_compute_together():
     [
         (job_with_experts(tp=2, dp=3, of_group=3), "neither a part of a replica's 2 TP slots"),
         (job_with_experts(tp=1, dp=3, of_group=2), "the 3 ranks of a stage do not make expert groups of 2"),
+        (
+            dataclasses.replace(job_with_experts(tp=1, dp=6, of_group=2), cp=3),
+            "expert groups of 2 replicas and context groups of 3 overlap in part",
+        ),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(topology, what):
