@@ -1,6 +1,7 @@
 """Reads and checks the user's configuration: one schema for TOML files, JSON objects and command-line flags.
 
     sections.py   the keys, with types, defaults, bounds and relations
+    layer_frequency.py  which layers have experts, as Megatron's --moe-layer-freq says it
     schema.py     checks and builds a section, and turns it into flags; knows no key by name
     files.py      reads a TOML or JSON file into a plain mapping
 

@@ -6,6 +6,7 @@ Megatron. The other sections describe a job to `ntp plan`; inside a training job
 
 import dataclasses
 
+from ntp_plugin.config.layer_frequency import layers_by_frequency
 from ntp_plugin.config.schema import key, require_valid, subsection
 from ntp_plugin.errors import ConfigError
 
@@ -23,6 +24,16 @@ class Parallel:
     pp: int = key(1, help="pipeline stages", at_least=1, at_most=1024)
     dp: int = key(1, help="data-parallel replicas", at_least=1, at_most=MAX_GPUS)
     cp: int = key(1, help="context-parallel degree: parts of each sequence", at_least=1, at_most=1024)
+    ep: int = key(1, help="expert-parallel degree", at_least=1, at_most=MAX_GPUS)
+    etp: int | None = key(
+        None, help="expert-tensor-parallel degree: column parts of each expert (default: tp)", at_least=1, at_most=1024
+    )
+    first_stage_layers: int | None = key(
+        None, help="layers of the first stage, as --decoder-first-pipeline-num-layers", at_least=1, at_most=100_000
+    )
+    last_stage_layers: int | None = key(
+        None, help="layers of the last stage, as --decoder-last-pipeline-num-layers", at_least=1, at_most=100_000
+    )
     dp_last: bool = key(False, help="number ranks by stages before replicas, as --use-tp-pp-dp-mapping does")
     gpus_per_node: int = key(8, help="ranks that share a host", at_least=1, at_most=1024)
     nodes_per_rack: int = key(4, help="hosts that share a rack", at_least=1, at_most=1024)
@@ -36,6 +47,41 @@ class Parallel:
                 f"tp x pp x cp x dp = {self.tp} x {self.pp} x {self.cp} x {self.dp} is {gpus:,} GPUs",
                 fix=f"plan for at most {MAX_GPUS:,}",
             )
+
+    @property
+    def expert_parts(self) -> int:
+        """Into how many column parts each expert is cut."""
+        return self.tp if self.etp is None else self.etp
+
+    def depths(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each stage. Where they do not divide, the first stages whose number is not given have
+        one more."""
+        first = [] if self.first_stage_layers is None else [self.first_stage_layers]
+        last = [] if self.last_stage_layers is None else [self.last_stage_layers]
+        stages, rest = self._without_given(layers)
+        if stages < 0 or rest < stages or (rest and not stages):
+            raise ConfigError(
+                f"layers = {layers}: {sum((*first, *last))} of them in the first and the last stage leave {rest} for"
+                f" {stages} more of pp = {self.pp} stages",
+                fix="give each stage one or more, and each layer a stage",
+            )
+        return (*first, *(rest // stages + (stage < rest % stages) for stage in range(stages)), *last)
+
+    def require_even_stages(self, layers: int) -> None:
+        """Raise if the stages whose layers are not given cannot have alike many."""
+        stages, rest = self._without_given(layers)
+        if stages > 0 and rest % stages:
+            of_others = "" if stages == self.pp else f" less those of the first and the last stage, {rest},"
+            raise ConfigError(
+                f"layers = {layers}{of_others} is not a multiple of "
+                + (f"pp = {self.pp}" if stages == self.pp else f"the other {stages} stages"),
+                fix="every stage must hold the same number of layers, but for first_stage_layers and last_stage_layers",
+            )
+        self.depths(layers)
+
+    def _without_given(self, layers: int) -> tuple[int, int]:
+        given = [number for number in (self.first_stage_layers, self.last_stage_layers) if number is not None]
+        return self.pp - len(given), layers - sum(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +120,24 @@ class Model:
     gated: bool = key(True, help="SwiGLU-like MLP with gate and up halves")
     tied: bool = key(False, help="output layer shares the word embedding")
     bias: bool = key(False, help="linear layers have biases")
+    experts: int | None = key(None, help="experts of a layer (default: none)", at_least=1, at_most=65_536)
+    moe_router_topk: int = key(2, help="experts that a token is sent to", at_least=1, at_most=65_536)
+    moe_ffn: int | None = key(
+        None, help="hidden size of an expert (default: that of the MLP)", at_least=1, at_most=100_000_000
+    )
+    moe_shared_expert_ffn: int | None = key(
+        None, help="hidden size of all shared experts of a layer together (default: none)", at_least=1
+    )
+    moe_shared_expert_gate: bool = key(False, help="what a shared expert computes is weighed by a gate")
+    moe_layer_freq: str = key(
+        "1",
+        help="which layers have experts, as Megatron's flag: every N-th, or a pattern: ([0]*3+[1]*58)",
+        metavar="FREQ",
+    )
 
     def __post_init__(self) -> None:
         require_valid(self)
+        self._require_experts_that_fit()
         if self.q_lora_rank is not None and not self.is_latent:
             raise ConfigError(
                 f"q_lora_rank = {self.q_lora_rank} is of latent attention, and kv_lora_rank is missing",
@@ -97,6 +158,35 @@ class Model:
                 f"heads = {self.heads} is not a multiple of groups = {self.groups}",
                 fix="each query group serves the same number of heads",
             )
+
+    def _require_experts_that_fit(self) -> None:
+        if self.experts is None:
+            given = {name: getattr(self, name) for name in ("moe_ffn", "moe_shared_expert_ffn")}
+            known = [f"{name} = {value}" for name, value in given.items() if value is not None]
+            known += [f"moe_layer_freq = {self.moe_layer_freq}"] * (self.moe_layer_freq != "1")
+            if known:
+                raise ConfigError(f"{known[0]} is of experts, and experts is missing", fix="set experts too")
+        elif self.moe_router_topk > self.experts:
+            raise ConfigError(
+                f"moe_router_topk = {self.moe_router_topk} is above experts = {self.experts}",
+                fix=f"choose 1 to {self.experts}",
+            )
+        if not any(self.expert_layers) and self.experts is not None:
+            raise ConfigError(
+                f"moe_layer_freq = {self.moe_layer_freq} leaves no layer with experts", fix="leave experts out"
+            )
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Which layers have experts."""
+        if self.experts is None:
+            return (False,) * self.layers
+        return layers_by_frequency(self.moe_layer_freq, self.layers)
+
+    @property
+    def expert_ffn(self) -> int:
+        """The hidden size of an expert."""
+        return self.ffn if self.moe_ffn is None else self.moe_ffn
 
     @property
     def query_groups(self) -> int:
@@ -120,6 +210,25 @@ class Model:
     @property
     def head_channels(self) -> int:
         return self.hidden // self.heads if self.kv_channels is None else self.kv_channels
+
+
+def require_expert_layout(parallel: Parallel, model: Model) -> None:
+    """Raise unless the experts of a model divide over the ranks that are to hold them."""
+    parts = parallel.expert_parts
+    if model.experts is None:
+        known = [f"{name} = {value}" for name, value in (("ep", parallel.ep), ("etp", parallel.etp or 1)) if value > 1]
+        if known:
+            raise ConfigError(f"{known[0]} is of experts, and the model has none", fix="set experts, or leave it out")
+    elif model.experts % parallel.ep:
+        raise ConfigError(
+            f"experts = {model.experts} is not a multiple of ep = {parallel.ep}",
+            fix="every slot must hold the same number of experts",
+        )
+    elif model.expert_ffn % parts:
+        raise ConfigError(
+            f"an expert's hidden size of {model.expert_ffn} is not a multiple of etp = {parts}",
+            fix="choose an etp that divides it",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,11 +458,8 @@ class Job:
                 f"min_tp_width = {self.ntp.min_tp_width} is above tp = {parallel.tp}",
                 fix=f"choose 1 to {parallel.tp}, or every replica is dropped from the start",
             )
-        if self.model.layers % parallel.pp:
-            raise ConfigError(
-                f"layers = {self.model.layers} is not a multiple of pp = {parallel.pp}",
-                fix="every stage must hold the same number of layers",
-            )
+        parallel.require_even_stages(self.model.layers)
+        require_expert_layout(parallel, self.model)
         if parallel.cp > 1 and self.hardware.gpu_memory_gb is not None:
             raise ConfigError(
                 f"gpu_memory_gb with cp = {parallel.cp}: memory is planned for whole sequences, and a rank has a part",

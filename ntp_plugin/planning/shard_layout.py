@@ -66,7 +66,7 @@ def lay_out(family: Family, tp: int, pattern: Pattern = WHOLE) -> FamilyLayout:
 def _of_one_number(family: Family, places: int, pattern: Pattern) -> list[Spans]:
     """Experts of all numbers are dealt together, so that no slot gets many more than others."""
     each = family.each
-    together = lay_out(Family(name="experts", units=places * each), places, pattern)
+    together = lay_experts_out(places, each, pattern)
     return [
         sp.joined(
             (unit // each, unit // each + 1)
@@ -78,8 +78,24 @@ def _of_one_number(family: Family, places: int, pattern: Pattern) -> list[Spans]
     ]
 
 
+def lay_experts_out(places: int, each: int, pattern: Pattern) -> FamilyLayout:
+    """The layout of all experts of a group together, in which a slot nominally has `each`."""
+    return lay_out(Family(name="experts", units=places * each), places, pattern)
+
+
+def place_elements(units: StageUnits, pattern: Pattern) -> list[int]:
+    """Parameters of the routed experts in each living place of an expert group, ascending; empty without experts."""
+    places = units.experts[0].units if units.experts else 0
+    layouts = [lay_out(family, places, pattern) for family in units.experts]
+    return [
+        sum(sp.size(layout.holdings[place]) * units.elements_per_unit[layout.family.name] for layout in layouts)
+        for place in range(places)
+        if place not in pattern
+    ]
+
+
 def slot_elements(units: StageUnits, tp: int, pattern: Pattern) -> list[int]:
-    """Parameters of each living slot of a group, ascending by slot."""
+    """Parameters of each living slot of a group, without its routed experts, ascending by slot."""
     layouts = [lay_out(family, tp, pattern) for family in units.families]
     return [
         units.replicated_elements

@@ -64,8 +64,12 @@ class Topology:
     expert_slots: int = 0
 
     @classmethod
-    def of(cls, parallel: Parallel) -> "Topology":
-        return cls(**{**dataclasses.asdict(parallel), "dp": parallel.dp * parallel.cp})
+    def of(cls, parallel: Parallel, *, experts: bool = False) -> "Topology":
+        """The layout that the keys describe, of a model with or without experts."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        same = {name: value for name, value in dataclasses.asdict(parallel).items() if name in known}
+        slots = parallel.ep * parallel.expert_parts if experts else 0
+        return cls(**{**same, "dp": parallel.dp * parallel.cp, "expert_slots": slots})
 
     @property
     def size(self) -> int:

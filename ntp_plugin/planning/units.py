@@ -19,6 +19,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.spans import Spans
 
 ATTENTION, MLP, VOCABULARY = "attention", "mlp", "vocabulary"
+SHARED_EXPERTS = f"{MLP} of shared experts"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,22 +81,32 @@ class StageUnits:
     """The content of one pipeline stage. `flops` is per token and unit, forward; only ratios of it are used.
 
     `families` are laid out over the TP slots of a replica, and `experts` over the slots of an expert group.
+    `expert_flops` is per token, forward, in all experts that it is sent to.
     """
 
     families: tuple[Family, ...]
     tensors: tuple[tuple[Tensor, int], ...]
     flops: tuple[int, ...]
     experts: tuple[Family, ...] = ()
+    expert_flops: int = 0
 
     @functools.cached_property
     def elements_per_unit(self) -> dict[str, int]:
         """Family -> parameters per unit, over all layers of the stage."""
-        return {
-            family.name: sum(
-                tensor.elements_per_unit * count for tensor, count in self.tensors if tensor.family == family.name
-            )
-            for family in self.families
-        }
+        found = {family.name: 0 for family in (*self.families, *self.experts)}
+        for tensor, count in self.tensors:
+            if tensor.family in found:
+                found[tensor.family] += tensor.elements_per_unit * count
+        return found
+
+    @functools.cached_property
+    def expert_elements(self) -> int:
+        """Parameters of all routed experts of the stage, counted once."""
+        return sum(family.units * self.elements_per_unit[family.name] for family in self.experts)
+
+    def with_routed(self, *, topk: int, experts: int) -> "StageUnits":
+        """Return the stage with the operations of tokens that are sent to `topk` of `experts` experts each."""
+        return dataclasses.replace(self, expert_flops=2 * topk * self.expert_elements // experts)
 
     @functools.cached_property
     def replicated_elements(self) -> int:
@@ -113,6 +124,16 @@ class ModelUnits:
     """The stages of the model, first to last."""
 
     stages: tuple[StageUnits, ...]
+
+    @property
+    def experts_of_slot(self) -> int:
+        """How many experts of a layer a slot nominally has; 0 without experts."""
+        return next((family.each for stage in self.stages for family in stage.experts), 0)
+
+    @property
+    def elements(self) -> int:
+        """All parameters of the model, those of tied embeddings as often as stages hold them."""
+        return sum(stage.elements for stage in self.stages)
 
 
 OF_UNITS = (ModelUnits, StageUnits, Tensor, Run, Family)
@@ -140,11 +161,19 @@ def stage_depths(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def transformer_units(
-    model: Model, *, tp: int, pp: int, granule: int | None = None, depths: tuple[int, ...] | None = None
+    model: Model,
+    *,
+    tp: int,
+    pp: int,
+    ep: int = 1,
+    etp: int | None = None,
+    granule: int | None = None,
+    depths: tuple[int, ...] | None = None,
 ) -> ModelUnits:
     """Describe a transformer with Megatron's layers; refuses a shape that the nominal layout cannot divide.
 
-    `depths` are the layers of each stage, if the job says them.
+    `depths` are the layers of each stage, if the job says them. Experts are laid out over `ep` slots, and cut into
+    `etp` parts of their columns, or `tp`.
     """
     if model.query_groups % tp:
         raise Refused(
@@ -159,25 +188,108 @@ def transformer_units(
             f"granule = {granule} does not divide a slot's {model.ffn // tp} MLP columns (ffn {model.ffn} / tp {tp})",
             fix=f"choose a divisor of {model.ffn // tp}, or leave granule out",
         )
-    (attention, attention_tensors), (mlp, mlp_tensors) = _attention(model), _mlp(model, granule)
-    stages = []
+    attention, attention_tensors = _attention(model)
+    stages, begin = [], 0
     for stage, layers in enumerate(stage_depths(model.layers, pp) if depths is None else depths):
         first, last = stage == 0, stage == pp - 1
-        norms = (Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers)
-        families, tensors = [attention, mlp], [(tensor, layers) for tensor in (*attention_tensors, *mlp_tensors)]
-        tensors.append(norms)
-        stage_flops: tuple[int, ...] = (
-            2 * layers * sum(tensor.elements_per_unit for tensor in attention_tensors)
-            + layers * model.seq * (model.query_channels + model.value_channels) * (model.heads // model.query_groups),
-            2 * layers * sum(tensor.elements_per_unit for tensor in mlp_tensors),
-        )
+        routed = sum(model.expert_layers[begin : begin + layers])
+        begin += layers
+        parts = [
+            _FamilyLayers(
+                family=attention,
+                tensors=tuple((tensor, layers) for tensor in attention_tensors),
+                more_flops=layers * _scores(model),
+            ),
+            *_feed_forward(model, granule, dense=layers - routed, routed=routed, tp=tp),
+        ]
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        tensors.append((Tensor(name="layer_norm_weight", shape=(model.hidden,)), 2 * layers))
+        families, flops = [part.family for part in parts], [part.flops for part in parts]
         if first or last:
             vocabulary = Family(name=VOCABULARY, units=padded_vocabulary(model, tp), contiguous=True)
             families.append(vocabulary)
             tensors += [(tensor, 1) for tensor in _vocabulary(model, vocabulary.units, first=first, last=last)]
-            stage_flops = (*stage_flops, 2 * model.hidden if last else 0)
-        stages.append(StageUnits(families=tuple(families), tensors=tuple(tensors), flops=stage_flops))
+            flops.append(2 * model.hidden if last else 0)
+        units = StageUnits(families=tuple(families), tensors=tuple(tensors), flops=tuple(flops))
+        stages.append(_with_experts(units, model, ep=ep, etp=tp if etp is None else etp, layers=routed))
     return ModelUnits(stages=tuple(stages))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _FamilyLayers:
+    """The layers of one family in a stage, each tensor with the number of layers that have it."""
+
+    family: Family
+    tensors: tuple[tuple[Tensor, int], ...]
+    more_flops: int = 0
+    """Besides products with the tensors."""
+
+    @property
+    def flops(self) -> int:
+        cut = [tensor.elements_per_unit * count for tensor, count in self.tensors if tensor.family]
+        return 2 * sum(cut) + self.more_flops
+
+
+def _scores(model: Model) -> int:
+    """Operations of causal attention per token and query group of a layer."""
+    return model.seq * (model.query_channels + model.value_channels) * (model.heads // model.query_groups)
+
+
+def _feed_forward(model: Model, granule: int, *, dense: int, routed: int, tp: int) -> list[_FamilyLayers]:
+    """The MLPs of a stage's layers: its `dense` ones, and the shared experts of its `routed` ones."""
+    parts = []
+    if dense or not routed:
+        mlp, tensors = _mlp(model, granule)
+        parts.append(_FamilyLayers(family=mlp, tensors=tuple((tensor, dense) for tensor in tensors)))
+    if routed and model.moe_shared_expert_ffn is not None:
+        parts.append(_shared_experts(model, model.moe_shared_expert_ffn, routed, tp))
+    return parts
+
+
+def _shared_experts(model: Model, ffn: int, layers: int, tp: int) -> _FamilyLayers:
+    if ffn % tp:
+        raise Refused(
+            f"moe_shared_expert_ffn = {ffn} does not divide over tp = {tp} slots", fix="choose a tp that divides it"
+        )
+    shape = dataclasses.replace(model, ffn=ffn)
+    _, tensors = _mlp(shape, granule := default_granule(ffn, tp))
+    family = Family(name=SHARED_EXPERTS, units=ffn // granule)
+    of_shared = [
+        (
+            dataclasses.replace(tensor, name=f"shared_experts.{tensor.name}", family=tensor.family and family.name),
+            layers,
+        )
+        for tensor in tensors
+    ]
+    if model.moe_shared_expert_gate:
+        of_shared.append((Tensor(name="shared_experts.gate_weight", shape=(1, model.hidden)), layers))
+    return _FamilyLayers(family=family, tensors=tuple(of_shared))
+
+
+def _with_experts(stage: StageUnits, model: Model, *, ep: int, etp: int, layers: int) -> StageUnits:
+    """Return the stage with the routers and experts of so many layers; as in a live job, each number of an expert has
+    tensors of its own."""
+    if not layers or model.experts is None:
+        return stage
+    places, each, columns = ep * etp, model.experts // ep, model.expert_ffn // etp
+    halves, families = 2 if model.gated else 1, []
+    tensors = [*stage.tensors, (Tensor(name="router.weight", shape=(model.experts, model.hidden)), layers)]
+    shapes: dict[str, tuple[int, ...]] = {
+        "linear_fc1.weight": (halves * columns, model.hidden),
+        "linear_fc2.weight": (model.hidden, columns),
+    }
+    if model.bias:
+        shapes |= {"linear_fc1.bias": (halves * columns,), "linear_fc2.bias": (model.hidden,)}
+    for number in range(each):
+        family = Family(name=f"experts {number} of {each}", units=places, number=number, each=each)
+        families.append(family)
+        for name, (rows, *rest) in shapes.items():
+            run, shape = Run(start=0, unit_size=rows), (places * rows, *rest)
+            tensors.append(
+                (Tensor(name=f"experts.{number}.{name}", shape=shape, family=family.name, runs=(run,)), layers)
+            )
+    found = dataclasses.replace(stage, tensors=tuple(tensors), experts=tuple(families))
+    return found.with_routed(topk=model.moe_router_topk, experts=model.experts)
 
 
 def _attention(model: Model) -> tuple[Family, list[Tensor]]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import Model
 from ntp_plugin.errors import ConfigError, Refused
-from ntp_plugin.planning.shard_layout import lay_out
+from ntp_plugin.planning.shard_layout import lay_out, place_elements, slot_elements
 from ntp_plugin.planning.units import default_granule, padded_vocabulary, transformer_units
 from tests.unit.properties import each
 from tests.unit.strategies import jobs
@@ -128,3 +128,55 @@ def test_the_default_granule_is_wide_but_cuts_a_slot_into_eight_or_more(ffn, tp,
 def test_shapes_that_cannot_be_cut_are_refused(changed, tp, granule, message):
     with pytest.raises(Refused, match=message):
         transformer_units(model(**changed), tp=tp, pp=1, granule=granule)
+
+
+EXPERTS = {"experts": 6, "moe_router_topk": 2, "moe_ffn": 12, "moe_layer_freq": "[0,1]"}
+
+
+def test_a_layer_of_experts_has_a_router_and_each_expert_once():
+    """One of two layers has 6 experts of 12 columns, gated, and a router of 6 rows; the other keeps its MLP of 18."""
+    (stage,) = transformer_units(model(**EXPERTS), tp=2, pp=1, ep=3, etp=2).stages
+    dense = transformer_units(model(), tp=2, pp=1).stages[0].elements
+    assert stage.expert_elements == 6 * 3 * 24 * 12
+    assert stage.elements == dense - 3 * 24 * 18 + 6 * 24 + 6 * 3 * 24 * 12
+    assert stage.expert_flops == 2 * 2 * 3 * 24 * 12, "a token multiplies with two experts"
+    assert [(family.units, family.each, family.number) for family in stage.experts] == [(6, 2, 0), (6, 2, 1)]
+
+
+def test_shared_experts_are_cut_as_mlps_and_routed_ones_over_the_slots_of_their_group():
+    shape = model(**EXPERTS | {"moe_layer_freq": "1"}, moe_shared_expert_ffn=16, moe_shared_expert_gate=True)
+    (stage,) = transformer_units(shape, tp=2, pp=1, ep=3, etp=1).stages
+    names = [family.name for family in stage.families]
+    assert names == ["attention", "mlp of shared experts", "vocabulary"], "no layer has an MLP beside experts"
+    assert sum(slot_elements(stage, 2, ())) == stage.elements - stage.expert_elements + stage.replicated_elements
+    assert place_elements(stage, ()) == [stage.expert_elements // 3] * 3
+    assert place_elements(stage, (1,)) == [stage.expert_elements // 2] * 2
+    gate = next(tensor for tensor, _ in stage.tensors if tensor.name == "shared_experts.gate_weight")
+    assert (gate.elements, gate.family) == (24, "")
+
+
+@pytest.mark.parametrize("freq", ["1", "[0,1,1,0]"])
+def test_a_stage_has_the_experts_of_its_own_layers(freq):
+    stages = transformer_units(model(layers=4, **EXPERTS | {"moe_layer_freq": freq}), tp=1, pp=2, ep=6).stages
+    of_layer = 6 * 3 * 24 * 12
+    assert [stage.expert_elements // of_layer for stage in stages] == ([2, 2] if freq == "1" else [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"moe_ffn": 12}, "moe_ffn = 12 is of experts, and experts is missing"),
+        ({"moe_layer_freq": "2"}, "moe_layer_freq = 2 is of experts, and experts is missing"),
+        ({"experts": 4, "moe_router_topk": 5}, "moe_router_topk = 5 is above experts = 4"),
+        ({"experts": 4, "moe_layer_freq": "[0,0]"}, "leaves no layer with experts"),
+    ],
+)
+def test_experts_that_do_not_fit_together_are_refused(changed, message):
+    with pytest.raises(ConfigError) as refused:
+        model(**changed)
+    assert message in str(refused.value)
+
+
+def test_shared_experts_that_do_not_divide_are_refused():
+    with pytest.raises(Refused, match="moe_shared_expert_ffn = 15 does not divide over tp = 2"):
+        transformer_units(model(experts=2, moe_shared_expert_ffn=15), tp=2, pp=1)
