@@ -11,8 +11,9 @@ from ntp_plugin.config.sections import ActionsPolicy
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.copy_placement import Resettled
 from ntp_plugin.planning.decision import decide, in_lines
+from ntp_plugin.planning.expert_changes import ExpertDeal, ExpertGroupChange
 from ntp_plugin.planning.pace import HEALTHY_NS
-from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan
+from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan, fullest_memory
 from ntp_plugin.planning.routes import FRAMEWORK, StageRoute
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot
@@ -28,10 +29,13 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
     if plan.groups:
         console.print(_groups_table(plan))
         console.print(_orphans_table(plan))
+    if plan.expert_groups:
+        console.print(_expert_groups_table(plan))
+        console.print(_expert_deals_table(plan.expert_groups))
     if any(route.route != FRAMEWORK for route in plan.routes):
         console.print(_lanes_table(plan.routes))
     console.print(_batch_table(plan))
-    if plan.transfers:
+    if plan.transfers and not plan.nominal.topology.expert_slots:  # with experts all state comes from copies
         console.print(_transfers_table(plan.transfers))
     _print_notes(plan, console)
     _print_choice(plan, console)
@@ -42,11 +46,12 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
 
 def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     topology = plan.nominal.topology
-    elements = sum(units.elements for units in plan.nominal.units.stages)
+    elements = plan.nominal.units.elements
     whole = topology.dp - len(plan.dropped) - len(plan.degraded)
     layout = f"{topology.degrees} = {topology.size:,} GPUs"
     lines = [
         ("job", f"{layout}, {elements / 1e9:.3g} B parameters"),
+        *_summary_of_experts(plan),
         ("lost", _name_slots(plan.lost) if plan.lost else "nothing"),
     ]
     back = sorted(set(plan.lost_before) - set(plan.lost))
@@ -61,6 +66,18 @@ def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     for word, line in lines:
         console.print(Text.assemble((f"{word:<9}", "bold"), line))
     console.print()
+
+
+def _summary_of_experts(plan: RecoveryPlan) -> list[tuple[str, str]]:
+    topology, each = plan.nominal.topology, plan.nominal.units.experts_of_slot
+    if not topology.expert_slots:
+        return []
+    groups = topology.dp * topology.tp // topology.expert_slots
+    use = fullest_memory(plan.nominal)
+    what = (
+        f"{_count(each, 'expert')} on a slot, {_count(groups, 'expert group')} of {topology.expert_slots} in each stage"
+    )
+    return [("experts", f"{what}; {_bytes(use.total)} on the fullest GPU without activations, nothing lost")]
 
 
 def _name_slots(slots: Sequence[Slot]) -> str:
@@ -102,6 +119,42 @@ def _orphans_table(plan: RecoveryPlan) -> Table:
                 rows.append(
                     [f"r{group.replica}.s{group.stage}.t{slot}", family.name, f"{sp.size(orphaned):,}", cut + where]
                 )
+    return _filled(table, rows)
+
+
+def _expert_groups_table(plan: RecoveryPlan) -> Table:
+    table = _table(
+        "Expert groups", "slots", "width", ">experts on the fullest slot / best possible", ">memory before", ">after"
+    )
+    places = plan.nominal.topology.expert_slots
+    rows = [
+        [
+            f"{group.members[0]} ... {group.members[-1]}",
+            f"{places - len(group.before)} -> {places - len(group.after)}",
+            f"{group.fullest[0]} -> {group.fullest[1]}/{group.ideal}",
+            _bytes(group.memory_before.total),
+            _bytes(group.memory_after.total),
+        ]
+        for group in plan.expert_groups
+    ]
+    return _filled(table, rows)
+
+
+def _expert_deals_table(groups: Sequence[ExpertGroupChange]) -> Table:
+    table = _table("Experts of each layer that change slots", "of slot", ">experts", "dealt to", ">bytes")
+    by_holder: defaultdict[Slot, list[ExpertDeal]] = defaultdict(list)
+    for deal in (deal for group in groups for deal in group.deals):
+        by_holder[deal.holder].append(deal)
+    rows = [
+        [
+            str(holder),
+            f"{sum(deal.experts for deal in deals):,}",
+            _first((f"{deal.target} ({deal.experts})" for deal in deals), 4),
+            _bytes(sum(deal.size for deal in deals)),
+        ]
+        for holder, deals in sorted(by_holder.items())
+    ]
+    table.caption = f"all: {_bytes(sum(deal.size for group in groups for deal in group.deals))}"
     return _filled(table, rows)
 
 
@@ -177,7 +230,7 @@ def _transfers_table(transfers: Sequence[Transfer]) -> Table:
 
 def _print_notes(plan: RecoveryPlan, console: Console) -> None:
     batch = plan.batch
-    notes = _balance_notes(plan)
+    notes = [*_balance_notes(plan), *_notes_of_experts(plan)]
     if plan.block_deals:
         moved = sum(blocks.size for blocks in plan.block_deals)
         replicas = {blocks.slot.replica for blocks in plan.block_deals}
@@ -203,6 +256,18 @@ def _print_notes(plan: RecoveryPlan, console: Console) -> None:
             )
     for note in notes:
         console.print(f"[bold]note[/bold] {note}")
+
+
+def _notes_of_experts(plan: RecoveryPlan) -> list[str]:
+    if not plan.nominal.topology.expert_slots or set(plan.lost) == set(plan.lost_before):
+        return []
+    padding = sum(plan.runs(share.replica) - share.count for share in plan.batch.shares)
+    notes = ["state comes from copies in memory: all ranks go back to the step of the copies"]
+    if padding:
+        notes.append(
+            f"replicas of an expert group run alike many micro-batches: {padding:,} in all are padding of weight zero"
+        )
+    return notes
 
 
 def _print_choice(plan: RecoveryPlan, console: Console) -> None:

@@ -460,9 +460,4 @@ class Job:
             )
         parallel.require_even_stages(self.model.layers)
         require_expert_layout(parallel, self.model)
-        if parallel.cp > 1 and self.hardware.gpu_memory_gb is not None:
-            raise ConfigError(
-                f"gpu_memory_gb with cp = {parallel.cp}: memory is planned for whole sequences, and a rank has a part",
-                fix="leave gpu_memory_gb out",
-            )
         self.batch.micro_batches_per_replica(parallel.dp)

@@ -19,11 +19,12 @@ facts, in whatever order the losses came.
     parity_groups.py    which slots share a parity, and which host holds it
     transfers.py        the state that moves between two layouts, with its sources
     memory_fit.py       bytes per slot, and the remedies if they do not fit
+    expert_changes.py   which experts change slots, and where their state is
     actions.py          the choice of an action after a loss
     recovery_plan.py    the complete plan, with a digest
     decision.py         whether a running job continues by such a plan, or ends for a restart
-    job_plan.py         `plan`: the plan for a described job and its losses
     survival.py         which losses a job survives, and where the lost state comes from
+    job_plan.py         `plan`: the plan for a described job and its losses
     job_check.py        what `ntp check` finds out about a job before it runs
 
 Imports only go up this list: each file depends on those above it.

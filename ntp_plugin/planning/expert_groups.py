@@ -12,11 +12,12 @@ the group. The experts of a lost or idle slot are dealt to the others of its gro
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.lanes import UnitsByFamily, plan_lanes
-from ntp_plugin.planning.shard_layout import lay_out
-from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topology
+from ntp_plugin.planning.shard_layout import lay_experts_out, lay_out
+from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas, Topology
 from ntp_plugin.planning.units import Family, ModelUnits, StageUnits
 
 
@@ -27,6 +28,27 @@ class ExpertLane:
     stage: int
     members: tuple[Slot, ...]
     units: UnitsByFamily
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLoad:
+    """What a replica's slots hold and compute because others of its context group and expert group are lost.
+
+    Attributes:
+        lost_places: The places of its expert group that hold nothing.
+        tokens: The tokens of a micro-batch, against those that a replica nominally has.
+        expert_tokens: What the fullest slot computes in its experts, against what it nominally does. Tokens are taken
+            to be spread evenly over the experts.
+        expert_groups: The expert groups that train.
+    """
+
+    lost_places: Pattern = WHOLE
+    tokens: Fraction = Fraction(1)
+    expert_tokens: Fraction = Fraction(1)
+    expert_groups: int = 1
+
+
+NOMINAL_LOAD = GroupLoad()
 
 
 def require_whole_groups(topology: Topology) -> None:
@@ -110,6 +132,61 @@ def replicas_beside(topology: Topology, replica: int) -> range:
     together = max(1, topology.expert_slots // topology.tp)
     first = replica - replica % together
     return range(first, first + together)
+
+
+def replicas_in_step(topology: Topology, replica: int) -> range:
+    """Return the replicas that wait for each other in every layer: they share sequences, or experts."""
+    together = max(topology.cp, len(replicas_beside(topology, replica)))
+    first = replica - replica % together
+    return range(first, first + together)
+
+
+def load_of(surviving: SurvivingReplicas, replica: int, each: int) -> GroupLoad:
+    """Return the load of the replicas that are in step with this one, which all have that of the busiest of them.
+
+    Args:
+        surviving: The replicas that train.
+        replica: One of them.
+        each: How many experts of a layer a slot nominally has; 0 without experts.
+    """
+    topology = surviving.topology
+    living = [other for other in replicas_in_step(topology, replica) if other not in surviving.dropped]
+    tokens = max(_tokens(surviving, other) for other in living)
+    if not each:
+        return GroupLoad(tokens=tokens)
+    beside = {replicas_beside(topology, other) for other in living}
+    return GroupLoad(
+        lost_places=max((_lost_places(surviving, group) for group in beside), key=lambda lost: (len(lost), lost)),
+        tokens=tokens,
+        expert_tokens=max(_expert_tokens(surviving, group, each) for group in beside),
+        expert_groups=living_groups(surviving),
+    )
+
+
+def _tokens(surviving: SurvivingReplicas, replica: int) -> Fraction:
+    topology = surviving.topology
+    sharing = surviving.sharing(topology.context_of(replica))
+    return Fraction(topology.cp, topology.context_degree(len(sharing)))
+
+
+def _lost_places(surviving: SurvivingReplicas, beside: Iterable[int]) -> Pattern:
+    topology = surviving.topology
+    lost = (replica for replica in beside if replica in surviving.dropped)
+    return tuple(in_group(topology, slot).tp for replica in lost for slot in topology.group(replica, 0))
+
+
+def _expert_tokens(surviving: SurvivingReplicas, beside: range, each: int) -> Fraction:
+    living = [replica for replica in beside if replica not in surviving.dropped]
+    tokens = sum((_tokens(surviving, replica) for replica in living), Fraction(0)) / len(beside)
+    widest = lay_experts_out(surviving.topology.expert_slots, each, _lost_places(surviving, beside)).widest
+    return tokens * Fraction(widest, each)
+
+
+def living_groups(surviving: SurvivingReplicas) -> int:
+    """Return how many expert groups train: each has the state of its experts, or a shard of the optimizer's."""
+    topology = surviving.topology
+    living = {replicas_beside(topology, replica).start for replica in surviving.replicas}
+    return len(living) * max(1, topology.tp // topology.expert_slots)
 
 
 def holdings(families: Sequence[Family], places: int, pattern: Pattern, place: int) -> tuple[tuple[int, int], ...]:

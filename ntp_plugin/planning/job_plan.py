@@ -7,8 +7,11 @@ from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import Job
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.decision import as_allowed
+from ntp_plugin.planning.expert_changes import require_expert_state
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
+from ntp_plugin.planning.survival import placed_copies
 from ntp_plugin.planning.topology import Slot, Topology, parse_slots
+from ntp_plugin.planning.transfers import Change
 
 
 def plan(job: Job) -> RecoveryPlan:
@@ -41,14 +44,27 @@ def plan(job: Job) -> RecoveryPlan:
         (64, 64)
     """
     job = schema.checked(job)
-    topology = Topology.of(job.parallel)
+    topology = Topology.of(job.parallel, experts=job.model.experts is not None)
     already, lose, back = (parse_slots(words, topology) for words in (job.already, job.lose, job.back))
     _refuse_overlap("lose", lose, "back", back, sorted(lose & back))
     _refuse_overlap("lose", lose, "already", already, sorted(lose & already))
     never_lost = sorted(back - already)
     if never_lost:
         raise ConfigError(f"back names {never_lost[0]}, which was not lost", fix="name it in already as well")
-    return plan_recovery(as_allowed(Nominal.of(job)), lost_before=already, lost=(already | lose) - back)
+    nominal, after = as_allowed(Nominal.of(job)), (already | lose) - back
+    if topology.expert_slots:
+        _require_expert_state(nominal, before=already, after=after)
+    return plan_recovery(nominal, lost_before=already, lost=after)
+
+
+def _require_expert_state(nominal: Nominal, *, before: frozenset[Slot], after: frozenset[Slot]) -> None:
+    change = nominal.surviving(before), nominal.surviving(after)
+    change[1].require_a_replica()
+    policy = nominal.policy.copies
+    copies = None if policy.mode == "off" else placed_copies(nominal.topology, policy, change[0].lost_nodes)
+    require_expert_state(
+        Change(before=change[0], after=change[1], units=nominal.units, state=nominal.state, copies=copies)
+    )
 
 
 def read_job(path: str | Path) -> Job:

@@ -12,14 +12,17 @@ Logits are not counted, nor is the memory of the framework and its libraries: le
 """
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from fractions import Fraction
 
 from ntp_plugin.config.sections import Batch, Model, State
 from ntp_plugin.errors import Refused
-from ntp_plugin.planning.shard_layout import lay_out, slot_elements
+from ntp_plugin.planning.expert_groups import NOMINAL_LOAD, GroupLoad
+from ntp_plugin.planning.shard_layout import lay_experts_out, lay_out, place_elements, slot_elements
 from ntp_plugin.planning.topology import WHOLE, Pattern, SurvivingReplicas, Topology
-from ntp_plugin.planning.units import ATTENTION, MLP, ModelUnits, StageUnits, Tensor
+from ntp_plugin.planning.units import ATTENTION, MLP, SHARED_EXPERTS, ModelUnits, StageUnits, Tensor
 
 PACKED_BUCKET = 40_000_000
 """Parameters of a bucket that is packed for its lanes (Megatron's default bucket); two are in flight."""
@@ -75,28 +78,46 @@ class Training:
     sequence_parallel: bool = True
     activation: int = 2
     """Bytes of each activation element (2: bf16)."""
+    cp: int = 1
+    """Parts of each sequence, nominally."""
 
 
 def memory_use(
-    units: StageUnits, tp: int, pattern: Pattern, state: State, *, replicas: int, packing: bool
+    units: StageUnits,
+    tp: int,
+    pattern: Pattern,
+    state: State,
+    *,
+    replicas: int,
+    packing: bool,
+    load: GroupLoad = NOMINAL_LOAD,
 ) -> MemoryUse:
-    """Memory of the fullest slot of a group with that pattern; `packing` if its stage reduces over uneven lanes."""
-    elements = max(slot_elements(units, tp, pattern))
-    sharers = replicas if state.distributed_optimizer else 1
+    """Memory of the fullest slot of a group with that pattern; `packing` if its stage reduces over uneven lanes. The
+    optimizer state of experts is shared by the expert groups, that of all else by the replicas."""
+    own, experts = max(slot_elements(units, tp, pattern)), max(place_elements(units, load.lost_places), default=0)
+    elements = own + experts
+    sharers = (replicas, load.expert_groups) if state.distributed_optimizer else (1, 1)
     return MemoryUse(
         weights=elements * state.weight_bytes,
         gradients=elements * state.gradient_bytes,
-        optimizer=-(-elements * state.optimizer_bytes // sharers),
+        optimizer=-(-own * state.optimizer_bytes // sharers[0]) - (-experts * state.optimizer_bytes // sharers[1]),
         packing=2 * min(elements, PACKED_BUCKET) * state.gradient_bytes if packing else 0,
     )
 
 
 def activation_bytes(
-    training: Training, stage: int, tp: int, pattern: Pattern, *, splits: int = 1, recompute: bool = False
+    training: Training,
+    stage: int,
+    tp: int,
+    pattern: Pattern,
+    *,
+    splits: int = 1,
+    recompute: bool = False,
+    load: GroupLoad = NOMINAL_LOAD,
 ) -> int:
     """Activation bytes of the fullest slot, with the micro-batches that a 1F1B pipeline has in flight in that stage."""
     units, width = training.units.stages[stage], tp - len(pattern)
-    rows = training.model.seq * training.batch.micro_batch
+    rows = math.ceil(training.model.seq * load.tokens / training.cp) * training.batch.micro_batch
     own_rows = -(-rows // width) if training.sequence_parallel else rows
     widest = {family.name: lay_out(family, tp, pattern).widest for family in units.families}
     kept, halves = 0, Counter[str]()
@@ -104,18 +125,36 @@ def activation_bytes(
         kind = next((kind for kind in (ATTENTION, MLP) if tensor.family.startswith(kind)), None)
         if kind is None or tensor.dim != 1:  # one row-parallel weight for each attention and each MLP
             continue
-        halves[kind] += count
-        kept += count * own_rows * training.model.hidden * (KEPT_ROWS * training.activation + MASK_BYTES)
+        if tensor.family != SHARED_EXPERTS:  # their input is that of the routed ones
+            halves[kind] += count
+            kept += count * own_rows * training.model.hidden * (KEPT_ROWS * training.activation + MASK_BYTES)
         kept += count * own_rows * (_latents(training.model) if kind == ATTENTION else 0) * training.activation
         kept += (
             count * rows * widest[tensor.family] * _kept_per_unit(tensor, kind, training.model) * training.activation
         )
+    kept += _kept_for_experts(training, units, tp, own_rows, load)
     layers = max(halves.values(), default=0)
     in_flight = min(training.micro_batches * splits, len(training.units.stages) - stage)
     if recompute and layers:  # the input of every layer, and one layer as it is computed again
         inputs = layers * own_rows * training.model.hidden * training.activation * in_flight
         return (inputs + kept // layers) // splits
     return kept * in_flight // splits
+
+
+def _kept_for_experts(training: Training, units: StageUnits, tp: int, own_rows: int, load: GroupLoad) -> int:
+    """What layers of experts keep: the data that sequence parallelism shards, as other layers, and for each token that
+    comes to the fullest slot its row, and what the second matrix is computed from."""
+    if not units.experts:
+        return 0
+    model, family = training.model, units.experts[0]
+    assert model.experts is not None, "a stage with experts is of a model with experts"
+    layers = next(count for tensor, count in units.tensors if tensor.family == family.name)
+    columns = Fraction(family.units * family.each, model.experts)  # parts of each expert, of which all have its tokens
+    nominal = Fraction(model.seq * training.batch.micro_batch, training.cp * (tp if training.sequence_parallel else 1))
+    rows = math.ceil(nominal * model.moe_router_topk * columns * load.expert_tokens)
+    of_row = model.hidden + math.ceil(model.expert_ffn / columns) * (3 if model.gated else 2)
+    shards = own_rows * model.hidden * (KEPT_ROWS * training.activation + MASK_BYTES)
+    return layers * (shards + rows * of_row * training.activation)
 
 
 def _kept_per_unit(tensor: Tensor, kind: str, model: Model) -> int:
@@ -146,16 +185,18 @@ def fit(
     packing: bool,
     min_tp_width: int = 1,
     rungs: Collection[str] = LADDER,
+    load: GroupLoad = NOMINAL_LOAD,
 ) -> tuple[Rung, ...]:
     """Return the rungs that were tried for a group, in order; the last one fits, or none does."""
     tried: list[Rung] = []
     for rung in _ladder(training, tp, pattern, min_tp_width):
         if rung.name not in rungs:
             continue
-        use = memory_use(
-            training.units.stages[stage], tp, rung.pattern, training.state, replicas=replicas, packing=packing
+        units, state = training.units.stages[stage], training.state
+        use = memory_use(units, tp, rung.pattern, state, replicas=replicas, packing=packing, load=load)
+        active = activation_bytes(
+            training, stage, tp, rung.pattern, splits=rung.splits, recompute=rung.recompute, load=load
         )
-        active = activation_bytes(training, stage, tp, rung.pattern, splits=rung.splits, recompute=rung.recompute)
         size = use.total - (use.optimizer if rung.offload else 0) + active
         tried.append(dataclasses.replace(rung, bytes=size))
         if size <= limit:
@@ -170,8 +211,9 @@ def fit_groups(
     limit: float,
     min_tp_width: int = 1,
     rungs: Collection[str] = LADDER,
+    load: GroupLoad = NOMINAL_LOAD,
 ) -> Mapping[tuple[int, Pattern], Rung]:
-    """(stage, pattern) -> the rung on which its groups fit; refuses if one of them fits on none.
+    """(stage, pattern) -> the rung on which its groups fit under that load; refuses if one of them fits on none.
 
     Undamaged groups are affected too: a sharded optimizer has fewer sharers once a replica is dropped.
     """
@@ -186,12 +228,19 @@ def fit_groups(
                 pattern,
                 limit=limit,
                 replicas=len(surviving.replicas),
-                packing=bool(degraded),
+                packing=bool(degraded or load.lost_places),
                 min_tp_width=min_tp_width,
                 rungs=rungs,
+                load=load,
             )
             if tried[-1].bytes > limit:
-                raise Refused(_why(stage, surviving.topology.tp, pattern, tried, limit), fix=_FIX)
+                sizes = {rung.name: rung.bytes for rung in tried}
+                what = _described(training.units.stages[stage], surviving.topology, stage, pattern, load)
+                raise Refused(
+                    f"{what} does not fit into {_gb(limit)} per GPU: "
+                    + ", ".join(f"{name} {_gb(size)}" for name, size in sizes.items()),
+                    fix=_FIX if surviving.topology.narrows else _FIX_AT_FULL_WIDTH,
+                )
             found[stage, pattern] = tried[-1]
     return found
 
@@ -199,7 +248,9 @@ def fit_groups(
 def narrowest(
     training: Training, topology: Topology, *, limit: float, min_tp_width: int, rungs: Collection[str] = LADDER
 ) -> int:
-    """The least width from which on every width fits; the nominal one if no narrower one does."""
+    """The least width from which on every width fits; the nominal one if no narrower one does, or none trains."""
+    if not topology.narrows:
+        return min_tp_width
     for width in range(topology.tp - 1, min_tp_width - 1, -1):
         pattern = tuple(range(width, topology.tp))
         for stage in range(topology.pp):
@@ -220,6 +271,7 @@ def narrowest(
 
 
 _FIX = "drop the replica (a higher min_tp_width), shard the optimizer, or bring slots back"
+_FIX_AT_FULL_WIDTH = "shard the optimizer, bring slots back, or choose larger degrees of parallelism"
 
 
 def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) -> Iterator[Rung]:
@@ -244,9 +296,12 @@ def _ladder(training: Training, tp: int, pattern: Pattern, min_tp_width: int) ->
         yield rung
 
 
-def _why(stage: int, tp: int, pattern: Pattern, tried: Sequence[Rung], limit: float) -> str:
-    rungs = ", ".join(f"{name} {_gb(size)}" for name, size in {rung.name: rung.bytes for rung in tried}.items())
-    return f"stage {stage} at TP width {tp - len(pattern)} does not fit into {_gb(limit)} per GPU: {rungs}"
+def _described(units: StageUnits, topology: Topology, stage: int, pattern: Pattern, load: GroupLoad) -> str:
+    if not load.lost_places:
+        return f"stage {stage} at TP width {topology.tp - len(pattern)}"
+    each = units.experts[0].each
+    most = lay_experts_out(topology.expert_slots, each, load.lost_places).widest
+    return f"stage {stage} with {most} experts on a slot, where {each} are nominal,"
 
 
 def _gb(size: float) -> str:

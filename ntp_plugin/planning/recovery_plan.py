@@ -19,7 +19,15 @@ from typing import Any
 from ntp_plugin.config.sections import Batch, Hardware, Job, Model, Policy, State
 from ntp_plugin.planning.batch_split import BatchSplit, NominalBatch, ReplicaPace, split_batch
 from ntp_plugin.planning.copy_placement import Placement, Resettled, place_copies
-from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Training, fit_groups, memory_use, narrowest
+from ntp_plugin.planning.expert_changes import ExpertGroupChange, plan_expert_groups
+from ntp_plugin.planning.expert_groups import (
+    GroupLoad,
+    load_of,
+    replicas_in_step,
+    require_experts_in_all_stages,
+    require_whole_groups,
+)
+from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Rung, Training, fit_groups, memory_use, narrowest
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
 from ntp_plugin.planning.parity_groups import ParityGroup, ParityGroups, share_parities
 from ntp_plugin.planning.routes import StageRoute, plan_route
@@ -27,7 +35,7 @@ from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
 from ntp_plugin.planning.units import ModelUnits, transformer_units
 
-FORMAT = 6
+FORMAT = 7
 """Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
 
 
@@ -68,9 +76,22 @@ class Nominal:
     @classmethod
     def of(cls, job: Job) -> "Nominal":
         parallel, policy = job.parallel, job.ntp
+        topology = Topology.of(parallel, experts=job.model.experts is not None)
+        units = transformer_units(
+            job.model,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            granule=policy.granule,
+            depths=parallel.depths(job.model.layers),
+        )
+        if topology.expert_slots:
+            require_whole_groups(topology)
+            require_experts_in_all_stages(units)
         return cls(
-            topology=Topology.of(parallel),
-            units=transformer_units(job.model, tp=parallel.tp, pp=parallel.pp, granule=policy.granule),
+            topology=topology,
+            units=units,
             batch=job.batch,
             state=job.state,
             hardware=job.hardware,
@@ -98,7 +119,12 @@ class Nominal:
             recompute=self.guard.recompute,
             sequence_parallel=self.guard.sequence_parallel,
             activation=self.guard.activation,
+            cp=self.topology.cp,
         )
+
+    def load(self, surviving: SurvivingReplicas, replica: int) -> GroupLoad:
+        """What the losses of others are to a replica that trains."""
+        return load_of(surviving, replica, self.units.experts_of_slot)
 
     def surviving(self, lost: frozenset[Slot]) -> SurvivingReplicas:
         return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
@@ -127,6 +153,7 @@ class RecoveryPlan:
         dropped: The replicas that do not continue.
         idle: The living slots of dropped replicas.
         groups: The stages of surviving replicas whose pattern or state changes.
+        expert_groups: The expert groups that go on with other slots than before.
         batch: How many micro-batches each replica computes; with context parallelism, each context group.
     """
 
@@ -138,11 +165,26 @@ class RecoveryPlan:
     dropped: tuple[int, ...]
     idle: tuple[Slot, ...]
     groups: tuple[GroupChange, ...]
+    expert_groups: tuple[ExpertGroupChange, ...]
     routes: tuple[StageRoute, ...]
     batch: BatchSplit
     transfers: tuple[Transfer, ...]
     block_deals: tuple[BlockDeal, ...]
     resettled_copies: tuple[Resettled, ...] | tuple[ParityGroup, ...]
+
+    def runs(self, context: int, batch: BatchSplit | None = None) -> int:
+        """How many micro-batches a replica runs, or a context group: as many as all that send tokens to the same
+        experts. Those beyond its own are padding, and weigh nothing.
+
+        Args:
+            context: The replica; with context parallelism, the context group.
+            batch: The batch of the step, if it is not that of the plan.
+        """
+        topology, shares = self.nominal.topology, (self.batch if batch is None else batch).shares
+        if not topology.expert_slots:
+            return next(share.count for share in shares if share.replica == context)
+        beside = {topology.context_of(replica) for replica in replicas_in_step(topology, context * topology.cp)}
+        return max(share.count for share in shares if share.replica in beside)
 
     def split_of(self, global_batch: int) -> BatchSplit:
         """Split a global batch of any size in the layout of this plan; memory was planned for the nominal size.
@@ -199,6 +241,7 @@ def plan_recovery(
         dropped=tuple(sorted(after.dropped)),
         idle=tuple(after.idle()),
         groups=groups,
+        expert_groups=plan_expert_groups(change),
         routes=tuple(
             plan_route(
                 after,
@@ -243,28 +286,35 @@ def replica_paces(
     for replica in surviving.degraded_replicas:
         patterns = tuple(surviving.pattern(replica, stage) for stage in range(topology.pp))
         paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), splits=nominal.splits)
+    for living in _short_of_replicas(surviving):
+        load, whole_stages = nominal.load(surviving, living[0]), (WHOLE,) * topology.pp
+        ns = micro_batch_ns(nominal.units, topology.tp, whole_stages, load=load)
+        paces |= dict.fromkeys(living, ReplicaPace(ns=ns, splits=nominal.splits))
     paces |= {replica: measured[replica] for replica in surviving.replicas if replica in measured}
-    return _paces_of_contexts(topology, {replica: pace.cut(splits.get(replica, 1)) for replica, pace in paces.items()})
-
-
-def _paces_of_contexts(topology: Topology, paces: Mapping[int, ReplicaPace]) -> dict[int, ReplicaPace]:
-    """Context group -> pace, by how many of these replicas share its sequences."""
-    if topology.cp == 1:
-        return dict(paces)
     members: defaultdict[int, list[ReplicaPace]] = defaultdict(list)
-    for replica, pace in sorted(paces.items()):
-        members[topology.context_of(replica)].append(pace)
-    return {context: _shared(max(theirs), topology, len(theirs)) for context, theirs in members.items()}
+    for replica, pace in paces.items():
+        members[topology.context_of(replica)].append(pace.cut(splits.get(replica, 1)))
+    return {context: max(theirs) for context, theirs in members.items()}
 
 
-def _shared(pace: ReplicaPace, topology: Topology, living: int) -> ReplicaPace:
-    return dataclasses.replace(pace, ns=pace.ns * topology.cp // topology.context_degree(living))
+def _short_of_replicas(surviving: SurvivingReplicas) -> list[list[int]]:
+    """The surviving replicas of context groups and expert groups that have lost others, group by group."""
+    return [] if surviving.topology.narrows else _in_step(surviving, surviving.dropped)
+
+
+def _in_step(surviving: SurvivingReplicas, replicas: Collection[int] | None = None) -> list[list[int]]:
+    """The surviving replicas that wait for each other, group by group; those beside these replicas, or all."""
+    topology, wanted = surviving.topology, surviving.replicas if replicas is None else replicas
+    firsts = sorted({replicas_in_step(topology, replica).start for replica in wanted})
+    found = [[one for one in replicas_in_step(topology, first) if one not in surviving.dropped] for first in firsts]
+    return [living for living in found if living]
 
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """Split the batch among these replicas alone, at full width."""
-    paces = dict.fromkeys(replicas, ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits))
-    return split_batch(_paces_of_contexts(nominal.topology, paces), nominal_batch(nominal), nominal.policy.batch)
+    others = [replica for replica in range(nominal.topology.dp) if replica not in replicas]
+    surviving = nominal.surviving(frozenset(slot for replica in others for slot in nominal.topology.group(replica, 0)))
+    return split_batch(replica_paces(nominal, surviving, {}, {}), nominal_batch(nominal), nominal.policy.batch)
 
 
 def nominal_batch(nominal: Nominal, global_batch: int | None = None) -> NominalBatch:
@@ -313,6 +363,26 @@ def _memory(nominal: Nominal, surviving: SurvivingReplicas, stage: int, pattern:
     )
 
 
+def fullest_memory(nominal: Nominal, lost: frozenset[Slot] = frozenset()) -> MemoryUse:
+    """Return the memory of the fullest slot that trains, without activations, once these slots are lost."""
+    surviving = nominal.surviving(lost)
+    uses = [
+        memory_use(
+            units,
+            nominal.topology.tp,
+            pattern,
+            nominal.state,
+            replicas=len(surviving.replicas),
+            packing=bool(lost),
+            load=load,
+        )
+        for load in {nominal.load(surviving, living[0]) for living in _in_step(surviving)}
+        for stage, units in enumerate(nominal.units.stages)
+        for pattern in (WHOLE, *surviving.patterns_of_stage(stage))
+    ]
+    return max(uses, key=lambda use: use.total)
+
+
 def within_memory(nominal: Nominal) -> Nominal:
     """Return the job with a minimum width at which every replica fits into memory; called before any slot is lost.
 
@@ -338,9 +408,16 @@ def _splits(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]
     if guard is None:
         return {}
     stages = range(nominal.topology.pp)
-    rungs = fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs)
-    whole = max(rungs[stage, WHOLE].splits for stage in stages)
-    return dict.fromkeys(surviving.replicas, whole) | {
+    groups = [list(surviving.replicas)] if nominal.topology.narrows else _in_step(surviving)
+    loads: dict[GroupLoad, Mapping[tuple[int, Pattern], Rung]] = {}
+    found: dict[int, int] = {}
+    for living in groups:
+        load = nominal.load(surviving, living[0])
+        if load not in loads:
+            loads[load] = fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs, load=load)
+        found |= dict.fromkeys(living, max(loads[load][stage, WHOLE].splits for stage in stages))
+    rungs = loads[load]  # degraded replicas are of jobs with one load
+    return found | {
         replica: max(rungs[stage, surviving.pattern(replica, stage)].splits for stage in stages)
         for replica in surviving.degraded_replicas
     }

@@ -10,16 +10,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from ntp_plugin.config.sections import CopyPolicy
-from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter, StateLost
+from ntp_plugin.errors import BelowMinimum, Refused, RestartIsBetter
 from ntp_plugin.planning.actions import RESTART
 from ntp_plugin.planning.copy_placement import Placement, place_copies
 from ntp_plugin.planning.decision import decide, in_lines
-from ntp_plugin.planning.expert_groups import alike_in_experts
+from ntp_plugin.planning.expert_changes import require_expert_state
 from ntp_plugin.planning.parity_groups import ParityGroups, share_parities
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
-from ntp_plugin.planning.shard_layout import slot_elements
-from ntp_plugin.planning.topology import WHOLE, Slot, SurvivingReplicas, Topology
-from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, copy_reader, plan_block_deals, plan_transfers
+from ntp_plugin.planning.shard_layout import place_elements, slot_elements
+from ntp_plugin.planning.topology import WHOLE, Slot, Topology
+from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, plan_block_deals, plan_transfers
 
 MOST = 48
 """Most losses of one kind that are planned: with more, a large job takes longer than a user waits."""
@@ -128,13 +128,13 @@ def survivals(nominal: Nominal, copies: CopyPolicy | None) -> tuple[Survival, ..
     return tuple(_survival(nominal, placed, kind) for kind in kinds_of_loss(nominal.topology))
 
 
-def placed_copies(topology: Topology, policy: CopyPolicy) -> Placement | ParityGroups:
-    """Return where the copies of a job with nobody lost are; without far copies, on the own hosts alone."""
+def placed_copies(topology: Topology, policy: CopyPolicy, lost_nodes: tuple[int, ...] = ()) -> Placement | ParityGroups:
+    """Return where the copies of a job are that has lost these hosts; without far copies, on the own hosts alone."""
     if policy.sharers:
-        return share_parities(topology, policy, ())
+        return share_parities(topology, policy, lost_nodes)
     if policy.mode == "near" or policy.count == 0 or topology.nodes == 1:
-        return Placement(nodes=topology.nodes, reach=1, count=0, lost=frozenset(), resettled={})
-    return place_copies(topology, policy, ())
+        return Placement(nodes=topology.nodes, reach=1, count=0, lost=frozenset(lost_nodes), resettled={})
+    return place_copies(topology, policy, lost_nodes)
 
 
 def copy_memory(nominal: Nominal, policy: CopyPolicy, *, bytes_per_parameter: int) -> CopyMemory:
@@ -146,9 +146,12 @@ def copy_memory(nominal: Nominal, policy: CopyPolicy, *, bytes_per_parameter: in
         bytes_per_parameter: What the optimizer steps and keeps for one parameter.
     """
     topology = nominal.topology
-    elements = max(max(slot_elements(units, topology.tp, WHOLE)) for units in nominal.units.stages)
-    sharers = topology.dp if nominal.state.distributed_optimizer else 1
-    version = -(-elements * bytes_per_parameter // sharers)
+    sharded, groups = nominal.state.distributed_optimizer, nominal.load(nominal.surviving(frozenset()), 0).expert_groups
+    version = max(
+        -(-max(slot_elements(units, topology.tp, WHOLE)) * bytes_per_parameter // (topology.dp if sharded else 1))
+        - (-max(place_elements(units, WHOLE), default=0) * bytes_per_parameter // (groups if sharded else 1))
+        for units in nominal.units.stages
+    )
     placed, far = placed_copies(topology, policy), 0
     if isinstance(placed, ParityGroups):
         far = -(-VERSIONS * version // policy.sharers)
@@ -226,8 +229,6 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
         raise BelowMinimum("all ranks are lost", fix="more hosts (--nnodes), and more than one replica")
     after = nominal.surviving(lost)
     after.require_a_replica()
-    if nominal.topology.expert_slots:
-        return {COPIES} if _require_copies(nominal, copies, after) else {NOTHING_MOVES}
     change = Change(
         before=nominal.surviving(frozenset()),
         after=after,
@@ -236,6 +237,9 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
         copies=copies,
         protect_all=copies is not None,  # a job that makes copies copies all that its ranks step
     )
+    if nominal.topology.expert_slots:
+        require_expert_state(change)
+        return {COPIES}
     origins = {move.origin for move in plan_transfers(change)} | {deal.origin for deal in plan_block_deals(change)}
     if not origins:
         return {NOTHING_MOVES}
@@ -243,30 +247,6 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
     if from_copies and nominal.state.distributed_optimizer:
         return {COPIES}  # all ranks go back to the step of the copies, weights too
     return ({OTHER_RANKS} if from_ranks else set()) | ({COPIES} if from_copies else set())
-
-
-def _require_copies(
-    nominal: Nominal, copies: Placement | ParityGroups | None, after: SurvivingReplicas
-) -> frozenset[Slot]:
-    """Return the lost slots of a job with experts; raises `StateLost` unless what each of them held is copied, or some
-    other slot holds the same."""
-    change = Change(
-        before=nominal.surviving(frozenset()), after=after, units=nominal.units, state=nominal.state, copies=copies
-    )
-    for slot in sorted(after.lost):
-        alike = [slot] if nominal.state.distributed_optimizer else alike_in_experts(nominal.topology, slot)
-        if not any(copy_reader(change, other) or other not in after.lost for other in alike):
-            raise StateLost(
-                f"the experts of {slot} are held by no living slot, and copies of them are "
-                + ("off" if copies is None else "on lost hosts"),
-                fix="set copies.mode to copy" if copies is None else "set copies.far to a wider domain",
-            )
-    if copies is None and after.lost:
-        raise StateLost(
-            "a job with experts restores what a lost slot held from copies, and copies are off",
-            fix="leave copies.mode = off out",
-        )
-    return after.lost
 
 
 def _plan(nominal: Nominal, lost: frozenset[Slot]) -> RecoveryPlan:
