@@ -46,11 +46,14 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
 
 def _print_summary(plan: RecoveryPlan, console: Console) -> None:
     topology = plan.nominal.topology
-    elements = plan.nominal.units.elements
+    units = plan.nominal.units
+    parameters = f"{units.elements / 1e9:.3g} B parameters"
+    if topology.expert_slots:
+        parameters += f", of which a token uses {units.elements_of_token / 1e9:.3g} B"
     whole = topology.dp - len(plan.dropped) - len(plan.degraded)
     layout = f"{topology.degrees} = {topology.size:,} GPUs"
     lines = [
-        ("job", f"{layout}, {elements / 1e9:.3g} B parameters"),
+        ("job", f"{layout}, {parameters}"),
         *_summary_of_experts(plan),
         ("lost", _name_slots(plan.lost) if plan.lost else "nothing"),
     ]
@@ -124,38 +127,38 @@ def _orphans_table(plan: RecoveryPlan) -> Table:
 
 def _expert_groups_table(plan: RecoveryPlan) -> Table:
     table = _table(
-        "Expert groups", "slots", "width", ">experts on the fullest slot / best possible", ">memory before", ">after"
+        "Expert groups",
+        *("replicas", "stages", "width", ">experts on the fullest slot / best possible", ">memory before", ">after"),
     )
     places = plan.nominal.topology.expert_slots
-    rows = [
-        [
-            f"{group.members[0]} ... {group.members[-1]}",
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for group in plan.expert_groups:
+        replicas = _name_replicas(sorted({slot.replica for slot in group.members}))
+        cells = (
             f"{places - len(group.before)} -> {places - len(group.after)}",
             f"{group.fullest[0]} -> {group.fullest[1]}/{group.ideal}",
             _bytes(group.memory_before.total),
             _bytes(group.memory_after.total),
-        ]
-        for group in plan.expert_groups
-    ]
-    return _filled(table, rows)
+        )
+        alike[replicas, *cells].append(group.stage)
+    return _filled(table, [[replicas, _runs("s", stages), *cells] for (replicas, *cells), stages in alike.items()])
 
 
 def _expert_deals_table(groups: Sequence[ExpertGroupChange]) -> Table:
-    table = _table("Experts of each layer that change slots", "of slot", ">experts", "dealt to", ">bytes")
+    table = _table(
+        "Experts of each layer that change slots", "of slot", "stages", ">experts", "dealt to", ">bytes in a stage"
+    )
     by_holder: defaultdict[Slot, list[ExpertDeal]] = defaultdict(list)
     for deal in (deal for group in groups for deal in group.deals):
         by_holder[deal.holder].append(deal)
-    rows = [
-        [
-            str(holder),
-            f"{sum(deal.experts for deal in deals):,}",
-            _first((f"{deal.target} ({deal.experts})" for deal in deals), 4),
-            _bytes(sum(deal.size for deal in deals)),
-        ]
-        for holder, deals in sorted(by_holder.items())
-    ]
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for holder, deals in sorted(by_holder.items()):
+        targets = _first((f"r{deal.target.replica}.t{deal.target.tp} ({deal.experts})" for deal in deals), 4)
+        size = _bytes(sum(deal.size for deal in deals))
+        key = (f"r{holder.replica}.t{holder.tp}", f"{sum(deal.experts for deal in deals):,}", targets, size)
+        alike[key].append(holder.stage)
     table.caption = f"all: {_bytes(sum(deal.size for group in groups for deal in group.deals))}"
-    return _filled(table, rows)
+    return _filled(table, [[holder, _runs("s", stages), *cells] for (holder, *cells), stages in alike.items()])
 
 
 def _takers(segments: Iterable[tuple[int, int, int]], orphaned: sp.Spans) -> str:
@@ -321,10 +324,14 @@ def _first(words: Iterable[str], most: int = 6) -> str:
 
 
 def _name_replicas(replicas: Sequence[int]) -> str:
-    runs = sp.joined((replica, replica + 1) for replica in replicas)
-    return (
-        _first(f"r{start}" if stop - start == 1 else f"r{start}-r{stop - 1}" for start, stop in runs)
-        + f" ({len(replicas)})"
+    return f"{_runs('r', replicas)} ({len(replicas)})"
+
+
+def _runs(letter: str, numbers: Sequence[int]) -> str:
+    """Name ascending numbers, runs of them by their first and last."""
+    runs = sp.joined((number, number + 1) for number in numbers)
+    return _first(
+        f"{letter}{start}" if stop - start == 1 else f"{letter}{start}-{letter}{stop - 1}" for start, stop in runs
     )
 
 

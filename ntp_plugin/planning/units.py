@@ -135,6 +135,11 @@ class ModelUnits:
         """All parameters of the model, those of tied embeddings as often as stages hold them."""
         return sum(stage.elements for stage in self.stages)
 
+    @property
+    def elements_of_token(self) -> int:
+        """The parameters that a token uses: of the experts those that it is sent to."""
+        return sum(stage.elements - stage.expert_elements + stage.expert_flops // 2 for stage in self.stages)
+
 
 OF_UNITS = (ModelUnits, StageUnits, Tensor, Run, Family)
 """All types that a description of a model's units is made of."""
