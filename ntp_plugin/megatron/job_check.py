@@ -11,7 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Model, Parallel, TrainingPolicy
+from ntp_plugin.config.sections import (
+    Batch,
+    CopyPolicy,
+    Hardware,
+    Model,
+    Parallel,
+    TrainingPolicy,
+    require_expert_layout,
+)
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron import activation, recipe_check
 from ntp_plugin.megatron.batch_schedule import FLAG as SCHEDULE
@@ -22,7 +30,7 @@ from ntp_plugin.megatron.job_shape import expert_slots, guard_of, makes_copies, 
 from ntp_plugin.megatron.stage_layers import depths, require_all_layers, stage_layers
 from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
-from ntp_plugin.planning.expert_groups import require_whole_groups
+from ntp_plugin.planning.expert_groups import require_experts_in_all_stages, require_whole_groups
 from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, examined, refused
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Topology
@@ -218,15 +226,30 @@ def _nominal(topology: Topology, args: Any, policy: TrainingPolicy, schedule: Ba
 
 
 def _units(model: Model, args: Any, policy: TrainingPolicy, topology: Topology) -> ModelUnits:
+    each = _depths(args, _both_halves(args), topology.pp)
     shape = dataclasses.replace(
         model,
-        layers=_both_halves(args),
+        layers=sum(each) or 1,
         vocab_multiple=1,
         tied=not args.untie_embeddings_and_output_weights,
         bias=bool(args.add_bias_linear),
+        moe_layer_freq=_by_stages(model, args, each),
     )
-    each = _depths(args, shape.layers, topology.pp)
-    return transformer_units(shape, tp=topology.tp, pp=topology.pp, granule=policy.granule, depths=each)
+    if shape.experts is not None:
+        sizes = {"ep": args.expert_model_parallel_size, "etp": args.expert_tensor_parallel_size}
+        require_expert_layout(Parallel(tp=topology.tp, **sizes), shape)
+    units = transformer_units(
+        shape,
+        tp=topology.tp,
+        pp=topology.pp,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        granule=policy.granule,
+        depths=each,
+    )
+    if shape.experts is not None:
+        require_experts_in_all_stages(units)
+    return units
 
 
 def _depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
@@ -234,9 +257,35 @@ def _depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
     stages = stage_layers(args)
     if stages is not None:
         return depths(stages)
-    *before, last = stage_depths(layers, pp)
+    *before, last = _given_depths(args, layers, pp)
     predicting = args.mtp_num_layers or 0
     return (*before, last + (min(predicting, 1) if args.mtp_use_repeated_layer else predicting))
+
+
+def _given_depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        return stage_depths(layers, pp)
+    return Parallel(tp=1, pp=pp, first_stage_layers=first, last_stage_layers=last).depths(layers)
+
+
+def _by_stages(model: Model, args: Any, each: Sequence[int]) -> str:
+    """Return which layers have experts, stage by stage: an interleaved pipeline has them in another order. A layer of
+    multi-token prediction is as the last layer."""
+    if model.experts is None:
+        return model.moe_layer_freq
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    stages = stage_layers(args)
+    found: list[list[bool]] = [[] for _ in each]
+    left = list(model.expert_layers)
+    for chunk in range(chunks):
+        for stage, depth in enumerate(each):
+            some = depth // chunks + (depth % chunks if chunk == chunks - 1 else 0)
+            if stages is not None:
+                some = sum(kind in ("decoder", "mtp") for kind in stages[stage][chunk])
+            found[stage] += (left[:some] + left[-1:] * some)[:some]
+            left = left[some:] or left[-1:]
+    return str([int(layer) for stage in found for layer in stage])
 
 
 def _both_halves(args: Any) -> int:
@@ -283,8 +332,6 @@ def _notes(unknown: Sequence[str], ranks: StartedRanks, topology: Topology, *, e
 def _notes_of_model(args: Any) -> Iterator[str]:
     if getattr(args, "experimental_attention_variant", None):
         yield "memory counts attention in the place of each gated delta net"
-    if args.num_experts:
-        yield "memory counts one MLP for each layer of experts; a rank holds more, and more again while ranks are lost"
     if args.mtp_num_layers:
         yield "memory is without the projections of multi-token prediction, and without its copy of the embedding"
 

@@ -28,9 +28,10 @@ def guard_of(args: Any, limit: float) -> Guard:
         seq=args.seq_length,
         gated=bool(args.swiglu),
     )
+    model = _with_latents(model, args) if is_latent(args) else model
     return Guard(
         limit=limit,
-        model=_with_latents(model, args) if is_latent(args) else model,
+        model=_with_experts(model, args) if args.num_experts and not args.hybrid_layer_pattern else model,
         state=State(
             weight_bytes=2 if low else 4,
             gradient_bytes=2 if low and not args.accumulate_allreduce_grads_in_fp32 else 4,
@@ -66,6 +67,18 @@ def _with_latents(model: Model, args: Any) -> Model:
         qk_head_dim=args.qk_head_dim,
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
         v_head_dim=args.v_head_dim,
+    )
+
+
+def _with_experts(model: Model, args: Any) -> Model:
+    return dataclasses.replace(
+        model,
+        experts=args.num_experts,
+        moe_router_topk=args.moe_router_topk,
+        moe_ffn=args.moe_ffn_hidden_size,
+        moe_shared_expert_ffn=args.moe_shared_expert_intermediate_size or None,
+        moe_shared_expert_gate=bool(getattr(args, "moe_shared_expert_gate", False)),
+        moe_layer_freq=str(args.moe_layer_freq),  # Megatron has read a number, or a list
     )
 
 

@@ -7,10 +7,11 @@ import dataclasses
 
 from ntp_plugin.config.sections import CopyPolicy
 from ntp_plugin.errors import Refused
+from ntp_plugin.planning.expert_groups import replicas_beside
 from ntp_plugin.planning.memory_fit import MemoryUse, memory_use
-from ntp_plugin.planning.recovery_plan import Nominal, as_json
+from ntp_plugin.planning.recovery_plan import Nominal, as_json, fullest_memory
 from ntp_plugin.planning.survival import CopyMemory, Survival, copy_memory, survivals
-from ntp_plugin.planning.topology import WHOLE, Topology
+from ntp_plugin.planning.topology import Slot, Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class JobMemory:
     Attributes:
         parameters: Parameters of the model, each counted once.
         nominal: The fullest rank with nobody lost, without activations; None where that is not planned.
-        degraded: The same where one slot of its group is lost; None where no group can be narrower.
+        degraded: The same where one slot of its group, or expert group, is lost; None where no group goes on then.
         copies: Host memory of the copies; None if the job makes none.
     """
 
@@ -131,24 +132,26 @@ def examined(check: JobCheck, job: CheckedJob) -> JobCheck:
 
 
 def _memory(job: CheckedJob) -> JobMemory:
-    nominal, tp = job.nominal, job.nominal.topology.tp
-    state, replicas = nominal.state, nominal.topology.dp
+    nominal, copies = job.nominal, None
+    if job.copies is not None:
+        copies = copy_memory(nominal, job.copies, bytes_per_parameter=job.copied_bytes)
+    return JobMemory(
+        parameters=nominal.units.elements,
+        nominal=fullest_memory(nominal) if job.knows_gpu_memory else None,
+        degraded=_with_a_slot_lost(nominal) if job.knows_gpu_memory else None,
+        copies=copies,
+    )
 
-    def fullest(lost: int) -> MemoryUse:
-        pattern = tuple(range(tp - lost, tp)) or WHOLE
+
+def _with_a_slot_lost(nominal: Nominal) -> MemoryUse | None:
+    """Return the memory of the fullest rank once a slot of its group or expert group is lost, if that goes on."""
+    topology, tp = nominal.topology, nominal.topology.tp
+    if nominal.surviving(frozenset()).narrowest < tp:
         uses = [
-            memory_use(units, tp, pattern, state, replicas=replicas, packing=bool(lost))
+            memory_use(units, tp, (tp - 1,), nominal.state, replicas=topology.dp, packing=True)
             for units in nominal.units.stages
         ]
         return max(uses, key=lambda use: use.total)
-
-    copies = None
-    if job.copies is not None:
-        copies = copy_memory(nominal, job.copies, bytes_per_parameter=job.copied_bytes)
-    narrower_trains = nominal.surviving(frozenset()).narrowest < tp
-    return JobMemory(
-        parameters=sum(units.elements for units in nominal.units.stages),
-        nominal=fullest(0) if job.knows_gpu_memory else None,
-        degraded=fullest(1) if job.knows_gpu_memory and narrower_trains else None,
-        copies=copies,
-    )
+    if not topology.expert_slots or len(replicas_beside(topology, 0)) == 1:
+        return None
+    return fullest_memory(nominal, frozenset({Slot(replica=0, stage=0, tp=0)}))

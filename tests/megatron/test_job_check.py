@@ -51,6 +51,17 @@ script("split", "--ntp-gpu-memory-gb", "9", "--calculate-per-token-loss")
 script("too little memory", "--ntp-gpu-memory-gb", "0.0001", "--calculate-per-token-loss")
 EXPERTS = ["--num-experts", "8", "--expert-model-parallel-size", "4", "--sequence-parallel"]
 script("experts", *EXPERTS, own=("--world-size", "16"))
+script("dense layers", *EXPERTS, "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-ffn-hidden-size", "32",
+       "--disable-bias-linear", "--moe-shared-expert-intermediate-size", "16", "--use-distributed-optimizer",
+       own=("--world-size", "16"))
+INTERLEAVED = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+for name, freq in (("dense stage", "([0]*2+[1]*2)"), ("dense chunk", "([0]*2+[1]*2)")):
+    more = INTERLEAVED if name == "dense chunk" else INTERLEAVED[:2]
+    script(name, *EXPERTS, *more, "--moe-layer-freq", freq, own=("--world-size", "32"))
+script("two stages", "--pipeline-model-parallel-size", "2", own=("--world-size", "16"))
+script("stages by their ends", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "3",
+       own=("--world-size", "16"))
+script("uneven experts", *EXPERTS, "--num-experts", "6", own=("--world-size", "16"))
 script("experts without copies", *EXPERTS, "--ntp-copies-mode", "off", own=("--world-size", "16"))
 script("uneven expert groups", *EXPERTS, own=("--world-size", "12"))
 script("too few hosts", "--use-distributed-optimizer", "--ntp-copies-mode", "xor:2")
@@ -218,12 +229,39 @@ def test_experts_survive_by_their_copies(found):
     check = found("experts", 0)
     assert {"any one slot", "all slots of a replica"} <= survived(check)
     assert check["memory"]["copies"]["version"] > 0
-    assert any("memory counts one MLP for each layer of experts" in note for note in check["notes"])
+    assert not any("memory" in note for note in check["notes"])
+    memory = check["memory"]
+    assert memory["degraded"]["weights"] > memory["nominal"]["weights"], "a slot has more experts once one is lost"
     assert {"--num-experts", "--moe-token-dispatcher-type"} <= {option["flag"] for option in check["changes"]}
     without = found("experts without copies", 0)
     assert without["memory"]["copies"] is None
     assert "any one slot" not in survived(without)
     assert "copies of them are off" in without["survivals"][0]["why"]
+
+
+def test_memory_counts_the_experts_of_a_slot_and_dense_layers(found):
+    """Attention, an MLP and the embedding are cut in four, experts in eight times four parts over 16 slots, or 12."""
+    memory = found("dense layers", 0)["memory"]
+    cut = 4 * 4 * 64 * 64 + 2 * 64 * 256 + 1024 * 64 + 3 * 2 * 64 * 16
+    replicated = (2 * 4 + 1) * 64 + 3 * 8 * 64
+    expert = 2 * 64 * 32
+    assert memory["parameters"] == cut + replicated + 3 * 8 * expert
+    assert memory["nominal"]["weights"] == 4 * (cut // 4 + replicated + 3 * 2 * expert // 4)
+    assert memory["degraded"]["weights"] == 4 * (cut // 4 + replicated + 3 * 3 * expert // 4)
+    assert memory["copies"]["version"] == (cut // 4 + replicated) * 12 // 4 + 3 * 2 * expert // 4 * 12
+
+
+def test_an_interleaved_stage_has_the_experts_of_its_own_chunks(found):
+    """The last two of four layers have experts. In order they are one stage's; interleaved each stage has one."""
+    why = found("dense stage", 1)["unsupported"][0]["why"]
+    assert "stage 0 of the pipeline has no layer of experts" in why
+    assert found("dense chunk", 0)["memory"]["parameters"] > 0
+
+
+def test_the_first_and_the_last_stage_may_be_deeper(found):
+    deeper, even = (found(name, 0)["memory"] for name in ("stages by their ends", "two stages"))
+    assert deeper["parameters"] == even["parameters"]
+    assert deeper["nominal"]["weights"] > even["nominal"]["weights"]
 
 
 def test_what_multi_token_prediction_does_not_go_with(found):
@@ -265,6 +303,7 @@ def test_what_planning_refuses_is_not_accepted(found, name, flag, why):
         ("two batches", "--step-batch-size-schedule and --global-batch-size"),
         ("no schedule", 'Invalid schedule entry "8"'),
         ("lost", "leave --ntp-lost out"),
+        ("uneven experts", "experts = 6 is not a multiple of ep = 4"),
         ("uneven expert groups", "the 12 ranks of a stage do not make expert groups of 16"),
         ("bad stages", "--pipeline-model-parallel-layout Et|tL has {'embedding': 1, 'decoder': 2"),
     ],
