@@ -10,12 +10,10 @@ from ntp_plugin.simulator.scenario import Scenario
 
 def print_report(scenario: Scenario, report: SimulationReport, console: Console) -> None:
     """Print the scenario, each part of the report that was asked for, and the assumptions."""
-    parallel = scenario.asked.parallel
+    topology = scenario.topology
+    experts = f", expert groups of {topology.expert_slots}" if topology.expert_slots else ""
     lines = [
-        (
-            "job",
-            f"TP{parallel.tp} x PP{parallel.pp} x DP{parallel.dp} = {report.gpus:,} GPUs in {report.domains:,} domains",
-        ),
+        ("job", f"{topology.degrees} = {report.gpus:,} GPUs in {report.domains:,} domains{experts}"),
         ("machine", f"{scenario.asked.machine}, {scenario.machine.domain_gpus} GPUs to a domain"),
         ("step", f"{report.nominal_step_s:.2f} s, nothing lost; batch mode {scenario.asked.mode}"),
         ("seed", str(report.seed)),

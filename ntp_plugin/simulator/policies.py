@@ -3,7 +3,8 @@
 A policy, and what is done about a domain that has lost GPUs:
 
     dp-drop     the degraded replica does not go on
-    ntp         it goes on narrower, in the run's batch mode
+    group-drop  all replicas that share experts or sequences with it do not go on either, as where nobody deals experts
+    ntp         it goes on narrower, in the run's batch mode; with experts or context groups it is dropped
     ntp-strict  the same, and every sample is computed: the step gets longer
     ntp-pw      the same, and what is left of a degraded domain takes more power, up to the machine's cap
     ... +hot    a spare domain that is ready takes its place, as long as there is one
@@ -33,6 +34,7 @@ class DomainPolicy:
     mode: str | None = None
     """Of the batch; None: the run's."""
     boosted: bool = False
+    whole_groups: bool = False
     hot: bool = False
     cold: bool = False
 
@@ -45,6 +47,7 @@ POLICIES: Mapping[str, DomainPolicy] = {
     policy.name: policy
     for policy in (
         DomainPolicy(name="dp-drop", action=DROP_REPLICA),
+        DomainPolicy(name="group-drop", action=DROP_REPLICA, whole_groups=True),
         DomainPolicy(name="ntp"),
         DomainPolicy(name="ntp-strict", mode=STRICT),
         DomainPolicy(name="ntp-pw", boosted=True),

@@ -83,6 +83,10 @@ def _assumptions(scenario: Scenario, faults: tuple[DomainFailure, ...]) -> Itera
     asked, failures = scenario.asked, scenario.asked.failures
     if asked.packed:
         yield "degraded domains are packed into as few replicas as possible at every change"
+    if not scenario.topology.narrows:
+        yield "a replica that has lost a slot is dropped, whatever the policy: with experts or cp none goes on narrower"
+    if scenario.topology.expert_slots:
+        yield "tokens are spread evenly over the experts"
     if asked.even:
         yield "work divides evenly over any width, as if attention heads could be cut"
     if failures.trace is not None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from random import Random
 
 from ntp_plugin.config.schema import key, subsection
-from ntp_plugin.config.sections import Batch, Model, Parallel, State
+from ntp_plugin.config.sections import Batch, Model, Parallel, State, require_expert_layout
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.actions import ActionPolicy
+from ntp_plugin.planning.expert_groups import require_experts_in_all_stages, require_whole_groups
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.planning.units import stage_depths, transformer_units
+from ntp_plugin.planning.units import ModelUnits, transformer_units
 from ntp_plugin.simulator.failures import DAY_S, LLAMA3_PER_GPU_DAY, DomainFailure, Rates, draw_faults, replay_outages
 from ntp_plugin.simulator.fleet import MODES, SHRINK, Fleet
 from ntp_plugin.simulator.machine import GpuModel, read_machine
@@ -99,11 +100,15 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in self.policies:
             policy_of(name)
-        if self.parallel.cp > 1:
-            raise ConfigError(
-                f"cp = {self.parallel.cp}: the simulator does not know context parallelism",
-                fix="leave cp out; ntp plan knows it",
-            )
+        require_expert_layout(self.parallel, self.model)
+        if self.parallel.cp > 1 or self.model.experts is not None:
+            known = {"even": self.even, "spares_needed": self.spares_needed}
+            given = [name for name, value in known.items() if value]
+            if given:
+                raise ConfigError(
+                    f"{given[0]} is for replicas that go on narrower, and with experts or cp none does",
+                    fix=f"leave {given[0]} out",
+                )
         if self.failures.blast_gpus > self.parallel.tp:
             raise ConfigError(
                 f"blast_gpus = {self.failures.blast_gpus} is above tp = {self.parallel.tp}",
@@ -134,7 +139,23 @@ class Scenario:
 
     @functools.cached_property
     def topology(self) -> Topology:
-        return Topology.of(self.asked.parallel)
+        return Topology.of(self.asked.parallel, experts=self.asked.model.experts is not None)
+
+    @functools.cached_property
+    def units(self) -> ModelUnits:
+        parallel, model = self.asked.parallel, self.asked.model
+        units = transformer_units(
+            model,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            depths=parallel.depths(model.layers),
+        )
+        if self.topology.expert_slots:
+            require_whole_groups(self.topology)
+            require_experts_in_all_stages(units)
+        return units
 
     @functools.cached_property
     def policies(self) -> tuple[DomainPolicy, ...]:
@@ -159,17 +180,16 @@ class Scenario:
         asked, parallel = self.asked, self.asked.parallel
         model = StepModel(
             model=asked.model,
-            units=transformer_units(asked.model, tp=parallel.tp, pp=parallel.pp),
+            units=self.units,
             state=asked.state,
             batch=asked.batch,
             machine=self.machine,
-            tp=parallel.tp,
-            depths=stage_depths(asked.model.layers, parallel.pp),
+            topology=self.topology,
+            depths=parallel.depths(asked.model.layers),
             even=asked.even,
         )
         return Fleet(
             model,
-            dp=parallel.dp,
             micro_batches=asked.batch.micro_batches_per_replica(parallel.dp),
             packed=asked.packed,
             min_tp_width=asked.min_tp_width,

@@ -71,8 +71,13 @@ def losses(
 
 def _throughput(fleet: Fleet, policy: DomainPolicy, mode: str, lost: Mapping[int, int]) -> float:
     dropped = tuple(lost) if policy.action == DROP_REPLICA else ()
-    running = fleet.running({} if dropped else lost, dropped, mode=policy.mode or mode, boosted=policy.boosted)
-    return running.throughput
+    return fleet.running(
+        {} if dropped else lost,
+        dropped,
+        mode=policy.mode or mode,
+        boosted=policy.boosted,
+        whole_groups=policy.whole_groups,
+    ).throughput
 
 
 def spares_needed(fleet: Fleet, policy: DomainPolicy, faults: Sequence[DomainFailure], *, horizon_s: float) -> int:

@@ -198,6 +198,8 @@ class _Job:
             action = SWAP_SPARE
         elif action == WAIT_FOR_SPARE and not self._cold:
             action = REDUCE_TP
+        if action == REDUCE_TP and not self._setting.topology.narrows:
+            action = DROP_REPLICA
         return _Chosen(action=action, handling=options(action, number, (), self._hot)[0])
 
     def _carry_out(self, action: str, handling: Handling) -> None:
@@ -217,7 +219,8 @@ class _Job:
 
     def _apply(self, handling: Handling) -> None:
         for number, what in handling.items():
-            self._degraded[number].action = what
+            narrows = what != REDUCE_TP or self._setting.topology.narrows
+            self._degraded[number].action = what if narrows else DROP_REPLICA
         self._most_used = max(self._most_used, sum(domain.action == SWAP_SPARE for domain in self._degraded.values()))
 
     def _transition_s(self, action: str, handling: Handling) -> float:
@@ -232,7 +235,7 @@ class _Job:
     def _recover_s(self, lost: int) -> float:
         """The step in flight is lost as well: half of it on the average."""
         fleet = self._fleet
-        moved = fleet.moved_s(lost) if lost else 0.0
+        moved = fleet.moved_s(lost) if lost or not self._setting.topology.narrows else 0.0
         return self._setting.costs.recover_s + moved + fleet.nominal_step_s / 2
 
     # ------------------------------------------------ the chooser
@@ -315,4 +318,7 @@ class _Job:
                     dropped.append(number * per_domain + inside)
                 else:
                     lost[number * per_domain + inside] = count
-        return self._fleet.running(lost, dropped, mode=self._mode, boosted=self._policy.boosted)
+        policy = self._policy
+        return self._fleet.running(
+            lost, dropped, mode=self._mode, boosted=policy.boosted, whole_groups=policy.whole_groups
+        )
