@@ -15,10 +15,9 @@ from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, State, Train
 from ntp_plugin.errors import PlansDiffer
 from ntp_plugin.megatron.batch_schedule import batch_schedule
 from ntp_plugin.megatron.groups import MakeGroups
-from ntp_plugin.megatron.job_shape import guard_of, taken_together
+from ntp_plugin.megatron.job_shape import guard_of, taken_together, with_routed
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
-from ntp_plugin.planning.expert_groups import replicas_beside
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, nominal_batch, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
@@ -88,11 +87,9 @@ class JobPlan:
         return self._runs[global_batch]
 
     def _runs_of(self, global_batch: int) -> int:
-        layout, topology = self.layout, self.layout.topology
-        if not topology.expert_slots:
+        if not self.layout.topology.expert_slots:
             return self.shared_out(global_batch)[1].count
-        beside = {topology.context_of(replica) for replica in replicas_beside(topology, layout.slot.replica)}
-        return max(share.count for share in self.plan.split_of(global_batch).shares if share.replica in beside)
+        return self.plan.runs(self.layout.context, self.plan.split_of(global_batch))
 
     def batch_at(self, consumed: int) -> tuple[NominalBatch, Share]:
         """Return the same for the step that begins after this number of samples."""
@@ -115,7 +112,7 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
     together = taken_together(args, layout.topology.contexts, schedule.sizes)
     return Nominal(
         topology=layout.topology,
-        units=units,
+        units=with_routed(units, args),
         batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=schedule.largest),
         state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
         hardware=Hardware(),

@@ -11,6 +11,7 @@ from ntp_plugin.megatron.unsupported import is_fp8, is_latent
 from ntp_plugin.planning.recovery_plan import Guard
 from ntp_plugin.planning.sequence_rows import SequenceRows
 from ntp_plugin.planning.topology import Topology
+from ntp_plugin.planning.units import ModelUnits
 
 
 def guard_of(args: Any, limit: float) -> Guard:
@@ -51,6 +52,14 @@ def expert_slots(args: Any) -> int:
         return 0
     column_parts: int = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return column_parts * int(args.expert_model_parallel_size)
+
+
+def with_routed(units: ModelUnits, args: Any) -> ModelUnits:
+    """Return the units with the work of tokens in experts, of which layers know nothing: it sets a replica's pace."""
+    if not args.num_experts:
+        return units
+    routed = {"topk": args.moe_router_topk, "experts": args.num_experts}
+    return ModelUnits(stages=tuple(stage.with_routed(**routed) for stage in units.stages))
 
 
 def makes_copies(copies: CopyPolicy, topology: Topology, *, sharded: bool) -> bool:

@@ -1,13 +1,17 @@
 """The unit table against tensors cut the way Megatron cuts them."""
 
+import argparse
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ntp_plugin.config.sections import Model
 from ntp_plugin.errors import ConfigError, Refused
+from ntp_plugin.megatron.job_shape import with_routed
 from ntp_plugin.planning.shard_layout import lay_out, place_elements, slot_elements
-from ntp_plugin.planning.units import default_granule, padded_vocabulary, transformer_units
+from ntp_plugin.planning.units import ModelUnits, default_granule, padded_vocabulary, transformer_units
 from tests.unit.properties import each
 from tests.unit.strategies import jobs
 
@@ -180,3 +184,11 @@ def test_experts_that_do_not_fit_together_are_refused(changed, message):
 def test_shared_experts_that_do_not_divide_are_refused():
     with pytest.raises(Refused, match="moe_shared_expert_ffn = 15 does not divide over tp = 2"):
         transformer_units(model(experts=2, moe_shared_expert_ffn=15), tp=2, pp=1)
+
+
+def test_the_layers_of_a_live_job_with_their_router_are_those_of_its_shape():
+    """Layers that were built know nothing of a router; with it they have the pace that a plan gives them."""
+    described = transformer_units(model(layers=4, **EXPERTS | {"moe_layer_freq": "1"}), tp=1, pp=2, ep=3)
+    built = ModelUnits(stages=tuple(dataclasses.replace(stage, expert_flops=0) for stage in described.stages))
+    assert with_routed(built, argparse.Namespace(num_experts=6, moe_router_topk=2)) == described
+    assert with_routed(built, argparse.Namespace(num_experts=None)) == built
