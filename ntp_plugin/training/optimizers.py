@@ -37,6 +37,8 @@ class ElementWise:
     of_last: tuple[str, ...] = ()
     """What it keeps with each parameter but counts only for the last one, whose number is that of all."""
     carries: str = "param_groups"
+    of_matrices: bool = False
+    """Whether it is not: a step depends on a whole matrix, and only what it keeps moves with the elements."""
 
 
 _ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), kept=("step",))
@@ -49,7 +51,7 @@ _DEEPSPEEDS_ADAM = ElementWise(
 )
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
-_MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn")
+_MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn", of_matrices=True)
 
 KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("torch.optim.adam", "Adam"): _ADAM,
@@ -77,7 +79,10 @@ _FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex,
 
 
 class Several:
-    """Optimizers of several kinds that step one model together, as one: each has its own parameters."""
+    """Optimizers that step one model together, as one: each has its own parameters.
+
+    One that steps whole matrices may be among them: who combines them sees to it that no matrix is cut anew.
+    """
 
     def __init__(self, optimizers: Sequence[Any], state: MutableMapping[Any, Any]) -> None:
         self.optimizers, self.state = tuple(optimizers), state
@@ -87,7 +92,19 @@ class Several:
 def element_wise(optimizer: object) -> ElementWise:
     """What is known of an optimizer; raises `Refused` unless it is element-wise, by its class and its options."""
     if isinstance(optimizer, Several):
-        return _any_of([element_wise(one) for one in optimizer.optimizers])
+        return _any_of([_known(one) for one in optimizer.optimizers])
+    known = _known(optimizer)
+    if known.of_matrices:
+        raise Refused(
+            f"the optimizer {type(optimizer).__qualname__} steps whole matrices, and a part of one would be stepped"
+            " otherwise",
+            fix=_FIX,
+        )
+    return known
+
+
+def _known(optimizer: object) -> ElementWise:
+    """What the table has of an optimizer; raises `Refused` if there is nothing, or if its options are others."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = KNOWN.get((kind.__module__, kind.__qualname__))
@@ -132,7 +149,7 @@ class Numbers:
         self._optimizer, self._known = optimizer, element_wise(optimizer)
         several = optimizer.optimizers if isinstance(optimizer, Several) else ()
         self._required = {
-            parameter: element_wise(one).of_group
+            parameter: _known(one).of_group
             for one in several
             for group in one.param_groups
             for parameter in group["params"]
@@ -172,7 +189,7 @@ class Numbers:
 def kept(optimizer: torch.optim.Optimizer) -> list[str]:
     """What an optimizer keeps so far, as `INVENTORY` names it."""
     keys = {str(key) for state in optimizer.state.values() for key in state}
-    keys |= {key for key in element_wise(optimizer).of_group for group in optimizer.param_groups if key in group}
+    keys |= {key for key in _known(optimizer).of_group for group in optimizer.param_groups if key in group}
     return [f"what the optimizer keeps as {key}" for key in sorted(keys)]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.optimizers import INVENTORY, KNOWN, Numbers, element_wise, kept, refuse_unknown_state
+from ntp_plugin.training.optimizers import INVENTORY, KNOWN, Numbers, Several, element_wise, kept, refuse_unknown_state
 from tests.harness.parity.group_adam import FusedAdam
 
 TORCH = {
@@ -92,7 +92,8 @@ def stand_in(module, name, **attributes):
     return made
 
 
-FUSED = [place for place in KNOWN if not place[0].startswith("torch.")]
+FUSED = [place for place in KNOWN if not (place[0].startswith("torch.") or KNOWN[place].of_matrices)]
+MUON = "megatron.core.optimizer.emerging_optimizers", "TensorParallelMuon"
 
 
 @pytest.mark.parametrize(("module", "name"), FUSED)
@@ -103,6 +104,29 @@ def test_fused_optimizers_are_identified_by_module_and_kernel(module, name):
         element_wise(stand_in(module, name))
     with pytest.raises(Refused, match="is not known"):
         element_wise(stand_in("apex.something.else", name, **{known.carries: print}))
+
+
+def test_one_of_whole_matrices_is_refused_unless_who_has_it_cuts_none():
+    """As a shard or in a narrower layout it would step other matrices; among several, as Megatron's are, its state
+    moves."""
+    matrix, other = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    muon, adam = stand_in(*MUON, scaled_orthogonalize_fn=print), torch.optim.Adam([other])
+    muon.param_groups = [{"params": [matrix]}]
+    with pytest.raises(Refused, match="TensorParallelMuon steps whole matrices"):
+        element_wise(muon)
+    with pytest.raises(Refused, match="TensorParallelMuon steps whole matrices"):
+        Numbers(muon)
+    several = Several([muon, adam], {matrix: {"momentum_buffer": torch.ones(2, 2)}, other: {"step": 3}})
+    assert set(element_wise(several).cut) >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    assert [Numbers(several).of(one) for one in (matrix, other)] == [{}, {"step": 3}]
+
+
+def test_what_is_required_of_copies_is_that_of_a_parameters_own_optimizer():
+    """A fused Adam counts in its group, and an optimizer beside it does not."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    fused, plain = FusedAdam([parameters[0]]), torch.optim.SGD([parameters[1]], lr=0.1)
+    numbers = Numbers(Several([fused, plain], {}))
+    assert [numbers.required(one) for one in parameters] == [("step",), ()]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16])
