@@ -312,6 +312,11 @@ def _sums(sync: LaneSync) -> tuple[Replacement, ...]:
             why="it would count the pads of lane shards",
             make=sync.zeros,
         ),
+        Replacement(
+            target="megatron.core.optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group",
+            why="in that of experts there are ranks of other replicas, which may be idle",
+            make=sync.of_those_who_train,
+        ),
     )
 
 

@@ -321,17 +321,23 @@ class LaneSync:
 
         @functools.wraps(original)
         def norm(gradients: Any, norm_type: Any = 2, grad_stats_parallel_group: Any = None) -> float:
-            group = self._of_those_who_train(grad_stats_parallel_group)
-            return self.agreed_norm(float(original(_split(gradients), norm_type, group)))
+            return self.agreed_norm(float(original(_split(gradients), norm_type, grad_stats_parallel_group)))
 
         return norm
 
-    def _of_those_who_train(self, group: Any) -> Any:
-        """Return the group that sums over a model's experts; Megatron's also has ranks that are idle now."""
-        whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group(
-            check_initialized=False, with_egtp_remat=True
-        )
-        return self._expert_column if self._expert_column is not None and group is whole else group
+    def of_those_who_train(self, original: Any) -> Any:
+        """`MegatronOptimizer.get_grad_stats_parallel_group`: over which a model's norm, zeros and overflows are summed.
+        That of experts also has ranks that are idle now."""
+
+        @functools.wraps(original)
+        def group_of(optimizer: Any) -> Any:
+            group = original(optimizer)
+            whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group(
+                check_initialized=False, with_egtp_remat=True
+            )
+            return self._expert_column if self._expert_column is not None and group is whole else group
+
+        return group_of
 
     def agreed_norm(self, found: float) -> float:
         """Return the largest norm of all replicas."""
@@ -345,8 +351,7 @@ class LaneSync:
         @functools.wraps(original)
         def count(*args: Any, **kwargs: Any) -> int:
             if not self._sharded:  # a replica counts its own, and all gradients are the same in all replicas
-                group = self._of_those_who_train(kwargs.get("grad_stats_parallel_group"))
-                return int(original(*args, **{**kwargs, "grad_stats_parallel_group": group}))
+                return int(original(*args, **kwargs))
             return zeros_in(self._all_shards(), device=self.device, everybody=self.everybody)
 
         return count
