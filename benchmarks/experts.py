@@ -19,13 +19,11 @@ from typing import Any
 
 from benchmarks import evidence
 from benchmarks.numerics import BOUNDS, SEED
-from tests.harness.parity.experts import CONTROLS, FEATURES, differences, lose, spoilt
+from tests.harness.parity.experts import CONTROLS, FEATURES, differences, fault_points_of, lose, spoilt
 from tests.harness.parity.job import Job
 
 PARTS = Path("build/show/experts.jsonl")
 FINISHED = "finished"
-FAULT_POINTS = ("forward", "dispatch", "combine", "backward", "reduce", "reduced", "vote", "apply", "applied")
-OF_EXPERTS = ("dispatch", "combine")
 TIMES_THE_BOUND = 1e3
 """How much larger than the bound a control's difference has to be."""
 
@@ -33,16 +31,12 @@ TIMES_THE_BOUND = 1e3
 def cases() -> Iterator[tuple[dict[str, Any], Job, tuple[int, ...]]]:
     """Yield what a row is about, its job, and the slots that it loses."""
     for number, (feature, (job, lost)) in enumerate(FEATURES.items()):
-        reached = [point for point in FAULT_POINTS if _has_experts(job) or point not in OF_EXPERTS]
+        reached = fault_points_of(job)
         for fault_point in (reached[(2 * number + more) % len(reached)] for more in range(2)):
             yield _about(job) | {"feature": feature, "moment": fault_point, "control": ""}, job, lost
     for control, (job, _) in CONTROLS.items():
-        feature = "ep" if _has_experts(job) else "cp" if job.cp > 1 else "gated delta nets"
+        feature = "ep" if "--num-experts" in job.more else "cp" if job.cp > 1 else "gated delta nets"
         yield _about(job) | {"feature": feature, "moment": "backward", "control": control}, job, (1,)
-
-
-def _has_experts(job: Job) -> bool:
-    return "--num-experts" in job.more
 
 
 def _about(job: Job) -> dict[str, Any]:

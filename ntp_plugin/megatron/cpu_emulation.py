@@ -373,6 +373,7 @@ TORCH: tuple[Replacement, ...] = (
     *(Replacement(target=f"torch:{name}", why='Megatron passes device="cuda"', make=_on_cpu) for name in _FACTORIES),
     Replacement(target="torch:Tensor.cuda", why="tensors are where they have to be", make=_itself),
     Replacement(target="torch.nn:Module.cuda", why="modules are where they have to be", make=_itself),
+    Replacement(target="torch:Tensor.record_stream", why="one stream, always done", make=_answer(None)),
     Replacement(target="torch:Tensor.pin_memory", why="there is nothing to pin for", make=_itself),
     Replacement(target="torch:Tensor.to", why='a tensor that is sent to "cuda" stays', make=_to),
     Replacement(

@@ -78,7 +78,6 @@ def _family(leader: str, prefixes: str, *, value: str | None = None) -> FlagFami
 
 
 FAMILIES: tuple[FlagFamily, ...] = (
-    _family("--overlap-moe-expert-parallel-comm", "--ep-overlap- --high-priority-a2a-"),
     _family("--moe-flex-dispatcher-backend", "--moe-ncclep-", value="ncclep"),
     _family("--moe-router-load-balancing-type", "--moe-router-quantile-", value="quantile_balancing"),
     _family("--moe-routing-trace-path", "--moe-routing-trace-"),

@@ -13,6 +13,7 @@ _LOG = logging.getLogger(__name__)
 IN_A_DEGRADED_LAYOUT: Mapping[str, str] = {
     "defer_embedding_wgrad_compute": "the last stage computes the gradient of its output layer at once",
     "overlap_param_gather_with_optimizer_step": "all parameters of a rank are sent after the whole step",
+    "overlap_moe_expert_parallel_comm": "tokens are exchanged while no other micro-batch is computed",
     "tp_comm_overlap": "TransformerEngine's user buffers belong to the first TP groups, and are not made again",
 }
 """Argument -> what happens without it."""

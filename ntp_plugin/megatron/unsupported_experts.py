@@ -48,13 +48,21 @@ EXPERTS: tuple[Refusal, ...] = (
         for flag in (
             *("--moe-enable-routing-replay", "--moe-latent-size"),
             *("--moe-paged-stash", "--moe-single-grouped-weight", "--moe-single-grouped-bias"),
-            *("--moe-use-upcycling", "--overlap-moe-expert-parallel-comm"),
-            *("--overlap-dispatch-backward-with-experts-wgrad", "--save-tokens-per-expert-interval"),
+            *("--moe-use-upcycling", "--save-tokens-per-expert-interval"),
+            "--overlap-dispatch-backward-with-experts-wgrad",
             *("--use-grouped-gemm-for-shared-expert", "--moe-shared-expert-glu-interleave-size"),
             *("--use-grouped-gemm-for-dense-mlp", "--moe-mlp-glu-interleave-size", "--moe-enable-deepep"),
             *("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8", "--moe-routing-trace-path"),
             "--moe-expert-rank-capacity-factor",
         )
+    ),
+    Refusal(
+        flag="--overlap-moe-expert-parallel-comm with a dropout above 0",
+        applies=_with_experts(
+            lambda args: given("overlap_moe_expert_parallel_comm")(args) and above("hidden_dropout", 0)(args)
+        ),
+        why="computes a micro-batch in parts, between those of another one, and exact masks follow the micro-batch",
+        fix="--hidden-dropout 0, or leave --overlap-moe-expert-parallel-comm out",
     ),
     not_built(
         "--moe-flex-dispatcher-backend",

@@ -87,10 +87,13 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tens
     return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
-def forward_step(samples: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Compute the forward pass of one micro-batch."""
+def forward_step(
+    samples: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Compute the forward pass of one micro-batch, or plan it (`--overlap-moe-expert-parallel-comm`)."""
     tokens, labels, position_ids, loss_mask = get_batch(samples)
-    return model(tokens, position_ids, None, labels=labels, loss_mask=loss_mask), functools.partial(
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(tokens, position_ids, None, labels=labels, loss_mask=loss_mask), functools.partial(
         loss_func, loss_mask
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
@@ -34,6 +34,7 @@ def report_steps(job: start.MegatronJob, reached: Reached) -> None:
     fault_points.at(job.step, "_step_result", "scheduled")
     fault_points.at(schedules, "forward_step", "forward")
     fault_points.at(schedules, "backward_step", "backward")
+    fault_points.at(combined_1f1b, "combined_forward_backward_step", "forward")  # with the backward of another one
     fault_points.at(P2PCommunicator, "_communicate", "exchange")
     for dispatcher in (
         MoEAllGatherTokenDispatcher,

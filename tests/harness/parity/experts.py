@@ -35,6 +35,8 @@ DELTA_NET = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 4"
     " --linear-key-head-dim 8 --linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8"
 )
+OVERLAPPED = "--overlap-moe-expert-parallel-comm --fp16 --initial-loss-scale 65536"
+"""Megatron overlaps exchanges in half precision alone; `NTP_CPU=float64` has doubles in its place."""
 SHARED = "--moe-shared-expert-intermediate-size 48"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 OF_TWO, OF_ALL = f"{GROUPED} {A2A} {EP2}", f"{GROUPED} {A2A} {EP4}"
@@ -81,6 +83,9 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
         (1,),
     ),
     "tp+sp+gated delta nets": (job_of(f"{GROUPED} {A2A} {SP} {DELTA_NET}", tp=2, dp=2), (3,)),
+    "ep+pp+fp16": (job_of(f"{OF_TWO} --fp16 --initial-loss-scale 65536", pp=2, dp=2), (1,)),
+    "ep+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}"), (1,)),
+    "ep+pp+interleaved+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}", chunks=2, pp=2, dp=2), (1,)),
     "ep+muon": (job_of(f"{OF_ALL} {MUON}"), (1,)),
     "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
     "cp+tp+sp": (job_of(f"{PER_TOKEN} {SP}", router="", tp=2, cp=2, dp=1), (2,)),
@@ -103,6 +108,13 @@ CONTROLS: Mapping[str, tuple[Job, bool]] = {
 faults are of what a rank does that has just begun."""
 
 
+def fault_points_of(job: Job) -> tuple[str, ...]:
+    """The fault points of a step that a job reaches."""
+    exchanges = ("dispatch", "combine") if "--num-experts" in job.more else ()
+    backward = () if "--overlap-moe" in job.more else ("backward",)  # it is within the forward of another micro-batch
+    return ("forward", *exchanges, *backward, "reduce", "reduced", "vote", "apply", "applied")
+
+
 def reference(job: Job) -> Job:
     """The same job of stock Megatron. Exact masks are in it as well: they make the runs equal."""
     return dataclasses.replace(job, enabled=False, spoil="")
@@ -114,8 +126,9 @@ def spoilt(control: str) -> dict[str, float]:
     return differences(lose(dataclasses.replace(job, spoil=control), 1, back=back), job)
 
 
-def lose(job: Job, *slots: int, fault_point: str = "backward", back: bool = True) -> dict[int, Lived]:
+def lose(job: Job, *slots: int, fault_point: str = "", back: bool = True) -> dict[int, Lived]:
     """Run a job that loses slots in its step 4, and takes them back before step 12; return what its ranks saw."""
+    fault_point = fault_point or ("backward" if "backward" in fault_points_of(job) else "combine")
     faults = [kill(slot, during=fault_point, step=4) for slot in slots]
     lived, _ = live(job, faults=faults, back=dict.fromkeys(slots, 12) if back else {})
     assert len(lived) == job.processes - (0 if back else len(slots))
