@@ -39,6 +39,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     stage_layers.py     PURE: reads which layers each stage has (--pipeline-model-parallel-layout)
     pipeline.py         sends activations and gradients between stages of different width
     hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
+    expert_hooks.py     the part of this table for experts
     cpu_emulation.py    CPU emulation: unmodified Megatron on CPU and gloo (NTP_CPU=1)
     cpu_arguments.py    what the emulation makes of arguments that a CPU cannot have
     cpu_fused_gradients.py  apex's kernel for the gradients of weights, in torch

@@ -13,10 +13,9 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron import fp8_scales, groups, matrices, padding, router_metrics
+from ntp_plugin.megatron import expert_hooks, fp8_scales, groups, matrices
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
-from ntp_plugin.megatron.checkpoint.expert_checkpoints import ExpertCheckpoints
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.job_shape import rows_of_slots
@@ -70,7 +69,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *of_layers(layers),
         *_sums(sync),
         *(_questions(sync) if job.layout.idle else ()),
-        *(_routers(sync) if job.args.num_experts else ()),
+        *(expert_hooks.of_routers(sync) if job.args.num_experts else ()),
         *_stages(Pipeline(job.layout, job.args)),
         *_sequences(job.layout, job.args),
         *_contexts(job.args),
@@ -78,7 +77,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *fp8_scales.hooks(job.args),
         *matrices.hooks(job.args, sync),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
-        *(_checkpoints_of_experts(job.layout, layers) if job.args.num_experts else ()),
+        *(expert_hooks.of_checkpoints(job.layout, layers) if job.args.num_experts else ()),
     )
 
 
@@ -155,7 +154,7 @@ def of_layers(layers: UnevenLayers) -> tuple[Replacement, ...]:
             make=layers.vocabulary_range,
             offer=rows,
         ),
-        *(_experts(UnevenExperts(layers)) if layers.args.num_experts else ()),
+        *(expert_hooks.of_experts(UnevenExperts(layers)) if layers.args.num_experts else ()),
         *(_delta_nets(UnevenDeltaNet(layers)) if layers.args.experimental_attention_variant else ()),
     )
 
@@ -167,75 +166,6 @@ def _delta_nets(delta_nets: UnevenDeltaNet) -> tuple[Replacement, ...]:
             target="megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__",
             why="it divides its heads evenly",
             make=delta_nets.layer,
-        ),
-    )
-
-
-def _checkpoints_of_experts(layout: Layout, layers: UnevenLayers) -> tuple[Replacement, ...]:
-    """Return the hooks that save experts where they are."""
-    experts = ExpertCheckpoints(layout, UnevenExperts(layers))
-    return tuple(
-        Replacement(
-            target=f"megatron.core.transformer.moe.experts:{name}.sharded_state_dict",
-            why="it numbers experts as if each rank had as many, and has data-parallel groups decide who writes",
-            make=experts.entries,
-        )
-        for name in ("TEGroupedMLP", "SequentialMLP")
-    )
-
-
-def _experts(experts: UnevenExperts) -> tuple[Replacement, ...]:
-    """Return the hooks that say which experts a slot has."""
-    moe = "megatron.core.transformer.moe"
-    return (
-        Replacement(
-            target=f"{moe}.moe_layer:MoELayer.__init__",
-            why="it divides the experts evenly among the ranks that are left",
-            make=experts.layer,
-        ),
-        *(
-            Replacement(
-                target=f"{moe}.experts:{name}.__init__",
-                why="experts are cut as a whole, and not as an MLP is",
-                make=experts.experts,
-            )
-            for name in ("TEGroupedMLP", "SequentialMLP")
-        ),
-    )
-
-
-def _routers(sync: LaneSync) -> tuple[Replacement, ...]:
-    """Return the hooks that leave out what a router does for micro-batches that weigh nothing, and sum its log."""
-    return (
-        Replacement(
-            target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.apply",
-            why="replicas of an expert group run alike many micro-batches, and padding adds nothing to the loss",
-            make=padding.without_padding,
-        ),
-        Replacement(
-            target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
-            why="padding is not counted",
-            make=padding.uncounted,
-        ),
-        Replacement(
-            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
-            why="padding is not logged",
-            make=padding.uncounted,
-        ),
-        Replacement(
-            target="megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.apply",
-            why="nor do the losses of its predictions",
-            make=padding.without_padding,
-        ),
-        Replacement(
-            target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
-            why="as above",
-            make=padding.uncounted,
-        ),
-        Replacement(
-            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
-            why="it takes means over replicas that run alike many micro-batches",
-            make=functools.partial(router_metrics.over_all, sync),
         ),
     )
 
