@@ -25,7 +25,10 @@ from ntp_plugin.tested_versions.comparison import table_of
 from ntp_plugin.tested_versions.signatures import MISSING, signature_of
 
 _ROOT = Path(__file__).parents[1] / "ntp_plugin"
-_EMULATION = ("cpu_emulation.py", "cpu_arguments.py", "cpu_fused_gradients.py", "te_emulation")
+_EMULATION = (
+    *("cpu_emulation.py", "cpu_arguments.py", "cpu_fused_gradients.py", "delta_net_emulation.py"),
+    "te_emulation",
+)
 """What only `NTP_CPU` replaces: a change there breaks a test without GPUs, and no training."""
 SOURCES = {
     "megatron-core": ("megatron",),

@@ -1,5 +1,6 @@
 """A Megatron whose functions are not the tested ones is refused at the real start; an unknown version is reported."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_the_tables_are_those_of_the_installed_frameworks(tmp_path):
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     tables = (ROOT / "ntp_plugin" / "tested_versions").glob("*.json")
     assert written == {path.name: path.read_text() for path in tables}, "make signatures"
+
+
+ON_A_GPU = """
+import megatron.core
+from ntp_plugin.tested_versions.comparison import installed
+(megatron, *_) = installed("megatron")
+assert megatron.compared > 200 and not megatron.changes, megatron
+"""
+
+
+@pytest.mark.short
+def test_they_are_those_that_a_job_on_a_gpu_finds():
+    """Without CPU emulation, whose stand-ins have signatures of their own."""
+    environment = {name: value for name, value in os.environ.items() if name != "NTP_CPU"} | {
+        "TORCHDYNAMO_DISABLE": "1"
+    }
+    command = [sys.executable, "-W", "ignore", "-c", ON_A_GPU]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def start(tmp_path, alter, *more, ranks=2):
