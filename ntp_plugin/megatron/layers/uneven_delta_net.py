@@ -10,6 +10,7 @@ Megatron saves each section as a tensor of its own, which `checkpoint/checkpoint
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -21,6 +22,7 @@ from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.units import Family, Run, Tensor
 
 DELTA_NET = "delta net"
+_PACKAGE = "megatron.core.ssm.gated_delta_net"
 
 
 class UnevenDeltaNet:
@@ -75,14 +77,21 @@ class UnevenDeltaNet:
 
 @contextlib.contextmanager
 def _on_the_default_device() -> Iterator[None]:
-    """Have a layer that names the current GPU follow the device that it is built for: on the meta device nothing is
-    allocated, and nothing drawn from the GPU's generator."""
-    device = torch.get_default_device()
+    """Have the layer, which names the current GPU, follow the device that it is built for.
+
+    On the meta device nothing is allocated then, and nothing drawn from the GPU's generator. All others are told the
+    GPU: TransformerEngine asks for its properties.
+    """
+    device, current = torch.get_default_device(), torch.cuda.current_device
     if device.type != "meta":
         yield
         return
-    current = torch.cuda.current_device
-    torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+
+    def current_device() -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return device if caller.startswith(_PACKAGE) else current()
+
+    torch.cuda.current_device = current_device
     try:
         yield
     finally:
