@@ -31,10 +31,11 @@ def hooks(args: Any, sync: LaneSync) -> tuple[Replacement, ...]:
 
 def each_by_itself(sync: LaneSync, original: Any) -> Any:
     """`TensorParallelMuon.orthogonalize`, matrix by matrix."""
+    rows_of_experts = functools.cache(functools.partial(_rows_of_experts, sync))  # a layout steps the same ones
 
     @functools.wraps(original)
     def orthogonalize(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor, **kwargs: Any) -> Any:
-        rows = _rows_of_experts(sync).get(parameter, gradient.shape[0])
+        rows = rows_of_experts().get(parameter, gradient.shape[0])
         parts = [original(optimizer, parameter, part, **kwargs) for part in torch.split(gradient, rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
