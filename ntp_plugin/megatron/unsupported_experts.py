@@ -56,14 +56,6 @@ EXPERTS: tuple[Refusal, ...] = (
             "--moe-expert-rank-capacity-factor",
         )
     ),
-    Refusal(
-        flag="--overlap-moe-expert-parallel-comm with a dropout above 0",
-        applies=_with_experts(
-            lambda args: given("overlap_moe_expert_parallel_comm")(args) and above("hidden_dropout", 0)(args)
-        ),
-        why="computes a micro-batch in parts, between those of another one, and exact masks follow the micro-batch",
-        fix="--hidden-dropout 0, or leave --overlap-moe-expert-parallel-comm out",
-    ),
     not_built(
         "--moe-flex-dispatcher-backend",
         _with_experts(lambda args: getattr(args, "moe_flex_dispatcher_backend", "") == "ncclep"),

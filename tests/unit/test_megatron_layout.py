@@ -181,10 +181,6 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
         ),
         ({"optimizer": "dist_muon"}, "--optimizer"),
         (
-            {"num_experts": 4, "overlap_moe_expert_parallel_comm": True, "hidden_dropout": 0.1},
-            "--overlap-moe-expert-parallel-comm with a dropout above 0",
-        ),
-        (
             {"optimizer": "muon", "num_experts": 4, "use_distributed_optimizer": True},
             "--optimizer muon with --use-distributed-optimizer",
         ),

@@ -13,9 +13,10 @@ replica. With context parallelism a replica has two parts of the sequence, one c
 
 Which samples. They are numbered in the order of training: the samples before this step, plus the position of the
 micro-batch in the global batch. Megatron's schedules run the forward of a model chunk's micro-batches in order, so the
-function that begins one can count them. The number then becomes part of Megatron's random state, which every kind of
-recomputation saves and restores: so a micro-batch that is recomputed among others draws its own masks again. If no
-number is known, no mask is drawn, and an error says so.
+function that begins one can count them. Where exchanges of tokens overlap another micro-batch, that function only plans
+the forward, which is computed beside the backward of another one, and ends before the next one begins. The number then
+becomes part of Megatron's random state, which every kind of recomputation saves and restores: so a micro-batch that is
+recomputed among others draws its own masks again. If no number is known, no mask is drawn, and an error says so.
 """
 
 import collections
@@ -80,15 +81,20 @@ class ExactDropout:
     def _run(self, run: Any, *, forward_step_func: Any, num_microbatches: int, **kwargs: Any) -> Any:
         if not kwargs.get("forward_only"):
             forward_step_func = self._numbered(forward_step_func, num_microbatches)
-        return run(forward_step_func=forward_step_func, num_microbatches=num_microbatches, **kwargs)
+        try:
+            return run(forward_step_func=forward_step_func, num_microbatches=num_microbatches, **kwargs)
+        finally:
+            self._first = None
 
     def _numbered(self, forward_step: Any, count: int) -> Any:
         firsts = [self._args.consumed_train_samples + first for first in self._firsts(count)]
         coming: dict[int, Iterator[int]] = collections.defaultdict(lambda: iter(firsts))
 
         @functools.wraps(forward_step)
-        def numbered(samples: Any, chunk: Any, *args: Any) -> Any:
+        def numbered(samples: Any, chunk: Any, *args: Any, return_schedule_plan: bool = False) -> Any:
             self._first = next(coming[id(chunk)], None)
+            if return_schedule_plan:  # its layers are computed later, all of them before the next one begins
+                return forward_step(samples, chunk, *args, return_schedule_plan=True)
             try:
                 return forward_step(samples, chunk, *args)
             finally:

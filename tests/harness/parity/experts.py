@@ -39,6 +39,7 @@ OVERLAPPED = "--overlap-moe-expert-parallel-comm --fp16 --initial-loss-scale 655
 """Megatron overlaps exchanges in half precision alone; `NTP_CPU=float64` has doubles in its place."""
 SHARED = "--moe-shared-expert-intermediate-size 48"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_MASKED = "--hidden-dropout 0.1 --ntp-enable --ntp-dropout exact"
 OF_TWO, OF_ALL = f"{GROUPED} {A2A} {EP2}", f"{GROUPED} {A2A} {EP4}"
 
 
@@ -70,7 +71,7 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
     "ep+bias": (job_of(router=BIASED), (1,)),
     "ep+bias+pp": (job_of(router=BIASED, pp=2, dp=2), (1,)),
     "ep+capacity": (job_of(f"{OF_TWO} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"), (1,)),
-    "ep+exact masks": (job_of(f"{OF_TWO} --hidden-dropout 0.1 --ntp-dropout exact --ntp-enable"), (1,)),
+    "ep+exact masks": (job_of(f"{OF_TWO} {_MASKED}"), (1,)),
     "ep+cp": (job_of(f"{OF_TWO} {PER_TOKEN}", cp=2, dp=2), (1,)),
     "ep+mtp": (job_of(f"{OF_ALL} --mtp-num-layers 1"), (1,)),
     "ep+mla": (job_of(model=WITH_TE[LATENT]), (1,)),
@@ -85,6 +86,7 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
     "tp+sp+gated delta nets": (job_of(f"{GROUPED} {A2A} {SP} {DELTA_NET}", tp=2, dp=2), (3,)),
     "ep+pp+fp16": (job_of(f"{OF_TWO} --fp16 --initial-loss-scale 65536", pp=2, dp=2), (1,)),
     "ep+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}"), (1,)),
+    "ep+exchanges overlapped+exact masks": (job_of(f"{OF_TWO} {OVERLAPPED} {_MASKED}"), (1,)),
     "ep+pp+interleaved+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}", chunks=2, pp=2, dp=2), (1,)),
     "ep+muon": (job_of(f"{OF_ALL} {MUON}"), (1,)),
     "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
@@ -92,7 +94,6 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
 }
 """Feature -> a job that has it, and the slots that it loses. The words of a feature are joined by +."""
 
-_MASKED = "--hidden-dropout 0.1 --ntp-enable --ntp-dropout exact"
 CONTROLS: Mapping[str, tuple[Job, bool]] = {
     "experts_swapped": (job_of(OF_ALL), False),
     "padding_adds_to_the_loss": (job_of(OF_ALL), False),
