@@ -18,6 +18,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     recipe_file.py      PURE: the command line of a recipe in the form of Megatron-LM's functional tests
     unsupported.py      options that a degraded layout does not support, refused at start
     unsupported_experts.py  those of layers of experts
+    option_checks.py    which of them a job has, and the error
     refusals.py         PURE: a row of such a table
     switched_off.py     options that make a step faster, which a degraded layout leaves out
     degraded_changes.py options that work in a degraded layout, and differently
@@ -30,7 +31,7 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     batch_share.py      runs each replica's own micro-batches, and reports the losses of the global batch
     padding.py          micro-batches that weigh nothing, so that all replicas of an expert group run alike many
     router_metrics.py   what routers log of a step, summed over uneven replicas
-    matrices.py         Muon, whose step is of whole matrices
+    muon.py             steps each expert of a slot by itself (--optimizer muon)
     chained.py          Megatron's optimizers of one model as one optimizer of torch
     prediction_losses.py  the losses of multi-token prediction in the log, over replicas of different width
     context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it

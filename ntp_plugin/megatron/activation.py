@@ -19,13 +19,9 @@ from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu_emulation
 from ntp_plugin.megatron.layout import plan_start
+from ntp_plugin.megatron.option_checks import draws_exact_masks, refuse_live, refuse_what_does_not_work
 from ntp_plugin.megatron.switched_off import SwitchedOff
-from ntp_plugin.megatron.unsupported import (
-    draws_exact_masks,
-    has_partial_latent_keys,
-    refuse_live,
-    refuse_what_does_not_work,
-)
+from ntp_plugin.megatron.unsupported import has_partial_latent_keys
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.rank_context import RankContext
 from ntp_plugin.tested_versions.comparison import require_present, require_tested

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
-from ntp_plugin.training.optimizers import Several
+from ntp_plugin.training.optimizers import CombinedOptimizer
 
 
 def of_torch(optimizer: Any) -> Any:
@@ -16,7 +16,7 @@ def of_torch(optimizer: Any) -> Any:
     chained = [one.optimizer for one in parts_of(optimizer) if one.optimizer is not None]
     if len(chained) == 1:
         return chained[0]
-    return Several(chained, _States(chained))
+    return CombinedOptimizer(chained, _States(chained))
 
 
 def parts_of(optimizer: Any) -> list[Any]:

@@ -53,9 +53,12 @@ CONDITIONS = {
     " --group-query-attention the same holds for --num-attention-heads",
     "--ffn-hidden-size": "must divide over the TP slots in granules (--ntp-granule)",
     "--seq-length": "with --sequence-parallel, a batch of another length is refused",
+    "--optimizer": "`muon` is accepted where no loss makes a replica narrower (TP 1, --ntp-min-tp-width of the TP degree, experts,"
+    " context parallelism), and without --use-distributed-optimizer",
+    "--muon-tp-mode": "at TP > 1, other modes than blockwise are refused",
     "--spec": "layers cut over the TP group that the plugin does not know are refused when the model is built",
 }
-"""Flags that are refused by more than their value, outside of the tables of `unsupported.py`."""
+"""Flags that are refused by more than their value, outside of the tables of `unsupported.py` (`option_checks.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,11 +156,11 @@ def status_of(action: argparse.Action, base: Any) -> FlagStatus:
     flag = flag_of(action)
     rows = [row for row in (*TABLE, *MEMORY_LIMIT, *LIVE) if row.flag.split()[0] in action.option_strings]
     changes = [_sentence(change.change) for change in CHANGES if change.flag == flag]
+    condition = [_sentence(CONDITIONS[flag])] if flag in CONDITIONS else []
     if rows:
         found = _unsupported(rows, action, base)
-        return (
-            found if found.status == UNSUPPORTED else dataclasses.replace(found, text=". ".join((found.text, *changes)))
-        )
+        text = ". ".join((found.text, *changes, *condition))
+        return found if found.status == UNSUPPORTED else dataclasses.replace(found, text=text)
     family = next((family for family in FAMILIES if _is_in(flag, family) and _is_refused(family, base)), None)
     if family is not None:
         value = f" {family.value}" if family.value else ""
@@ -166,7 +169,7 @@ def status_of(action: argparse.Action, base: Any) -> FlagStatus:
         return FlagStatus(status=UNSUPPORTED, text="Megatron itself refuses this old name")
     texts = changes + [f"In a job that begins degraded it {row.why}" for row in PLANNED if row.flag == flag]
     texts += [f"With dropout above 0 unsupported: {row.why}" for row in EXACT_MASKS if row.flag == flag]
-    texts += [_sentence(CONDITIONS[flag])] if flag in CONDITIONS else []
+    texts += condition
     return FlagStatus(status=CHANGED, text=". ".join(texts)) if texts else FlagStatus(status=WORKS)
 
 

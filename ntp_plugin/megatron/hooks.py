@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 
 from ntp_plugin.config.sections import TrainingPolicy
-from ntp_plugin.megatron import expert_hooks, fp8_scales, groups, matrices
+from ntp_plugin.megatron import expert_hooks, fp8_scales, groups, muon
 from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.checkpoint.checkpoints import CheckpointHooks, in_the_format_found
 from ntp_plugin.megatron.checkpoint.lane_checkpoints import in_parameter_shapes
@@ -28,11 +28,12 @@ from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.option_checks import draws_exact_masks
 from ntp_plugin.megatron.pipeline import Pipeline
 from ntp_plugin.megatron.prediction_losses import PredictionLosses
 from ntp_plugin.megatron.reduction.lane_optimizer import LaneOptimizer
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
-from ntp_plugin.megatron.unsupported import draws_exact_masks, has_partial_latent_keys
+from ntp_plugin.megatron.unsupported import has_partial_latent_keys
 from ntp_plugin.patching import Offer, Replacement
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -75,7 +76,7 @@ def of_a_layout(job: JobPlan, layers: UnevenLayers, sync: LaneSync) -> tuple[Rep
         *_contexts(job.args),
         *_predictions(job, sync),
         *fp8_scales.hooks(job.args),
-        *matrices.hooks(job.args, sync),
+        *muon.hooks(job.args, sync),
         *_checkpoints(CheckpointHooks(job.layout, job.args, sync)),
         *(expert_hooks.of_checkpoints(job.layout, layers) if job.args.num_experts else ()),
     )

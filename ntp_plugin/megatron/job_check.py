@@ -27,8 +27,8 @@ from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import expert_slots, guard_of, makes_copies, taken_together
+from ntp_plugin.megatron.option_checks import unsupported_live
 from ntp_plugin.megatron.stage_layers import depths, require_all_layers, stage_layers
-from ntp_plugin.megatron.unsupported import unsupported_live
 from ntp_plugin.planning.decision import as_allowed
 from ntp_plugin.planning.expert_groups import require_experts_in_all_stages, require_whole_groups
 from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, examined, refused

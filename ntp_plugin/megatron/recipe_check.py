@@ -12,7 +12,7 @@ import torch
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.megatron import activation, cpu_emulation
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
-from ntp_plugin.megatron.unsupported import unsupported_live
+from ntp_plugin.megatron.option_checks import unsupported_live
 from ntp_plugin.planning.job_check import UnsupportedOption
 
 

@@ -67,8 +67,8 @@ EXPERTS: tuple[Refusal, ...] = (
 NO_MEMORY_LIMIT = Refusal(
     flag="--num-experts with --ntp-gpu-memory-gb",
     applies=_has_experts,
-    why="plans memory for the layers of a dense model",
-    fix="leave --ntp-gpu-memory-gb out",
+    why="may split a micro-batch where memory is short, and the losses of routers are of whole ones",
+    fix="leave --ntp-gpu-memory-gb out; `ntp plan` has the memory of such a job",
 )
 """What is refused beside `unsupported.MEMORY_LIMIT`."""
 

@@ -5,7 +5,7 @@ its gradient and what the optimizer keeps for it. That cannot be seen from outsi
 known to be so, and of the names of what they keep. What is *cut* has the parameter's shape and moves with its elements;
 what is *kept* is one number, the same for every part. Everything else is refused by its name: an optimizer that looks
 at whole matrices (Shampoo, SOAP, Adafactor) would train another model at every width. Megatron's Muon does so too, and
-is here for jobs whose matrices are never cut anew (`megatron/matrices.py`).
+is here for jobs whose matrices are never cut anew (`megatron/muon.py`).
 
 Each optimizer keeps its step number in its own place. Torch's Adam has it with each parameter. NVIDIA's has it once for
 all parameters of a group, among the group's options, and apex's does not count if the group has none on this rank.
@@ -37,8 +37,8 @@ class ElementWise:
     of_last: tuple[str, ...] = ()
     """What it keeps with each parameter but counts only for the last one, whose number is that of all."""
     carries: str = "param_groups"
-    of_matrices: bool = False
-    """Whether it is not: a step depends on a whole matrix, and only what it keeps moves with the elements."""
+    steps_matrices: bool = False
+    """Whether it is none after all: a step depends on a whole matrix, and only its state moves with the elements."""
 
 
 _ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), kept=("step",))
@@ -51,7 +51,7 @@ _DEEPSPEEDS_ADAM = ElementWise(
 )
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
-_MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn", of_matrices=True)
+_MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn", steps_matrices=True)
 
 KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("torch.optim.adam", "Adam"): _ADAM,
@@ -78,10 +78,10 @@ INVENTORY = (
 _FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
 
 
-class Several:
-    """Optimizers that step one model together, as one: each has its own parameters.
+class CombinedOptimizer:
+    """Several optimizers of one model as one; each steps its own parameters.
 
-    One that steps whole matrices may be among them: who combines them sees to it that no matrix is cut anew.
+    An optimizer of whole matrices may be among them. Whoever combines them makes sure that no matrix is cut anew.
     """
 
     def __init__(self, optimizers: Sequence[Any], state: MutableMapping[Any, Any]) -> None:
@@ -91,10 +91,10 @@ class Several:
 
 def element_wise(optimizer: object) -> ElementWise:
     """What is known of an optimizer; raises `Refused` unless it is element-wise, by its class and its options."""
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         return _any_of([_known(one) for one in optimizer.optimizers])
     known = _known(optimizer)
-    if known.of_matrices:
+    if known.steps_matrices:
         raise Refused(
             f"the optimizer {type(optimizer).__qualname__} steps whole matrices, and a part of one would be stepped"
             " otherwise",
@@ -147,7 +147,7 @@ class Numbers:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._known = optimizer, element_wise(optimizer)
-        several = optimizer.optimizers if isinstance(optimizer, Several) else ()
+        several = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else ()
         self._required = {
             parameter: _known(one).of_group
             for one in several

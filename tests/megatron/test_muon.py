@@ -29,10 +29,11 @@ def test_each_expert_of_a_reduced_group_is_a_matrix_of_its_own():
     [
         (job_of(f"{OF_TWO} {MUON}"), (1,)),
         (job_of(f"{OF_TWO} {MUON} {SP} --expert-tensor-parallel-size 1", tp=2, dp=2), (3,)),
+        (job_of(f"{MUON} {SP} --ntp-min-tp-width 2", router="", tp=2, dp=2), (3,)),
         (job_of(MUON, router="", pp=2, dp=2), (1,)),
         (job_of(f"{MUON} {PER_TOKEN}", router="", cp=2, dp=2), (1,)),
     ],
-    ids=["two groups", "tensor", "pipeline", "context"],
+    ids=["two groups", "tensor", "never narrower", "pipeline", "context"],
 )
 def test_a_replica_is_lost_and_comes_back(job, lost):
     assert max(differences(lose(job, *lost), job).values()) <= FLOAT64
@@ -57,7 +58,7 @@ from ntp_plugin.megatron import cpu_emulation
 cpu_emulation.install(cpu_emulation.wanted())
 import torch
 from ntp_plugin.megatron.layers.uneven_layers import set_cut
-from ntp_plugin.megatron.matrices import each_by_itself
+from ntp_plugin.megatron.muon import each_by_itself
 from ntp_plugin.planning.units import Family, Run, Tensor
 
 weight = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))

@@ -11,15 +11,13 @@ from ntp_plugin.config.sections import BatchPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.megatron.activation import read_policy
 from ntp_plugin.megatron.layout import plan_start
-from ntp_plugin.megatron.unsupported import (
-    EXACT_MASKS,
-    LIVE,
-    TABLE,
+from ntp_plugin.megatron.option_checks import (
     draws_exact_masks,
     refuse_live,
     refuse_what_does_not_work,
     unsupported_live,
 )
+from ntp_plugin.megatron.unsupported import EXACT_MASKS, LIVE, TABLE
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.planning.units import Family
@@ -177,7 +175,7 @@ def test_what_is_refused_where_memory_is_limited(changes, flag):
                 "num_experts": 4,
                 "muon_tp_mode": "distributed",
             },
-            "--optimizer muon",
+            "--muon-tp-mode",
         ),
         ({"optimizer": "dist_muon"}, "--optimizer"),
         (
@@ -260,6 +258,12 @@ def test_several_unsupported_settings_are_refused_at_once_each_with_its_fix():
 
 EXACT = TrainingPolicy(enabled=True, dropout="exact")
 AUTO = TrainingPolicy(enabled=True)
+
+
+def test_muon_is_accepted_where_no_loss_makes_a_replica_narrower():
+    muon = live_arguments(optimizer="muon")
+    assert [option.flag for option in unsupported_live(muon, TrainingPolicy(enabled=True))] == ["--optimizer muon"]
+    assert unsupported_live(muon, TrainingPolicy(enabled=True, min_tp_width=4)) == []
 
 
 def test_exact_masks_are_not_refused_degraded_or_healthy():

@@ -5,7 +5,15 @@ import torch
 
 from ntp_plugin.copies.inventory import require_known
 from ntp_plugin.errors import Refused
-from ntp_plugin.training.optimizers import INVENTORY, KNOWN, Numbers, Several, element_wise, kept, refuse_unknown_state
+from ntp_plugin.training.optimizers import (
+    INVENTORY,
+    KNOWN,
+    CombinedOptimizer,
+    Numbers,
+    element_wise,
+    kept,
+    refuse_unknown_state,
+)
 from tests.harness.parity.group_adam import FusedAdam
 
 TORCH = {
@@ -92,7 +100,7 @@ def stand_in(module, name, **attributes):
     return made
 
 
-FUSED = [place for place in KNOWN if not (place[0].startswith("torch.") or KNOWN[place].of_matrices)]
+FUSED = [place for place in KNOWN if not (place[0].startswith("torch.") or KNOWN[place].steps_matrices)]
 MUON = "megatron.core.optimizer.emerging_optimizers", "TensorParallelMuon"
 
 
@@ -116,7 +124,7 @@ def test_one_of_whole_matrices_is_refused_unless_who_has_it_cuts_none():
         element_wise(muon)
     with pytest.raises(Refused, match="TensorParallelMuon steps whole matrices"):
         Numbers(muon)
-    several = Several([muon, adam], {matrix: {"momentum_buffer": torch.ones(2, 2)}, other: {"step": 3}})
+    several = CombinedOptimizer([muon, adam], {matrix: {"momentum_buffer": torch.ones(2, 2)}, other: {"step": 3}})
     assert set(element_wise(several).cut) >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
     assert [Numbers(several).of(one) for one in (matrix, other)] == [{}, {"step": 3}]
 
@@ -125,7 +133,7 @@ def test_what_is_required_of_copies_is_that_of_a_parameters_own_optimizer():
     """A fused Adam counts in its group, and an optimizer beside it does not."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     fused, plain = FusedAdam([parameters[0]]), torch.optim.SGD([parameters[1]], lr=0.1)
-    numbers = Numbers(Several([fused, plain], {}))
+    numbers = Numbers(CombinedOptimizer([fused, plain], {}))
     assert [numbers.required(one) for one in parameters] == [("step",), ()]
 
 

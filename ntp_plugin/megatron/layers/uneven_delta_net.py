@@ -79,7 +79,7 @@ class UnevenDeltaNet:
 def _on_the_default_device() -> Iterator[None]:
     """Have the layer, which names the current GPU, follow the device that it is built for.
 
-    On the meta device nothing is allocated then, and nothing drawn from the GPU's generator. All others are told the
+    On the meta device nothing is allocated then, and nothing drawn from the GPU's generator. All other callers get the
     GPU: TransformerEngine asks for its properties.
     """
     device, current = torch.get_default_device(), torch.cuda.current_device

@@ -134,15 +134,16 @@ class UnevenSequence:
 class _Degree(int):
     """A degree of sequence parallelism that makes the true length of the rows that a slot stores."""
 
+    _rows: SequenceRows
+
     def __new__(cls, rows: SequenceRows) -> "_Degree":
-        self = super().__new__(cls, rows.padded // rows.stored)
-        self._rows = rows  # type: ignore[attr-defined]
+        self = super().__new__(cls, rows.width)
+        self._rows = rows
         return self
 
     def __rmul__(self, stored: int) -> int:
-        assert stored == self._rows.stored, "a slot has its rows"  # type: ignore[attr-defined]
-        length: int = self._rows.length  # type: ignore[attr-defined]
-        return length
+        assert stored == self._rows.stored, "a slot has its rows"
+        return self._rows.length
 
 
 def _require_rows(tensor: torch.Tensor, rows: int) -> None:

@@ -31,8 +31,8 @@ from ntp_plugin.megatron.live.step_replay import LoopState
 from ntp_plugin.megatron.live.trainer import MegatronTrainer
 from ntp_plugin.megatron.live.training_step import TrainingStep
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
+from ntp_plugin.megatron.option_checks import draws_exact_masks
 from ntp_plugin.megatron.reduction.lane_sync import named
-from ntp_plugin.megatron.unsupported import draws_exact_masks
 from ntp_plugin.patching import apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery import exporting, same_settings

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ntp_plugin.megatron import matrices, padding
+from ntp_plugin.megatron import muon, padding
 from ntp_plugin.megatron.layers import uneven_experts
 from ntp_plugin.megatron.layers.expert_dispatch import ExpertPlaces
 from ntp_plugin.megatron.live.expert_bias import ExpertBias
@@ -56,7 +56,7 @@ def experts_weigh_by_groups() -> None:
 
 def experts_are_one_matrix() -> None:
     """Muon takes the experts that a slot has one after the other for one matrix."""
-    plant(matrices, "_rows_of_experts", lambda _: {})
+    plant(muon, "_rows_of_experts", lambda _: {})
 
 
 def bias_stays_after_a_recovery() -> None:

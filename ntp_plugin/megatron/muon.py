@@ -1,9 +1,8 @@
-"""Muon, which steps a whole matrix at once.
+"""Muon (`--optimizer muon`), whose step depends on a whole matrix.
 
-Its state moves with the elements, as that of other optimizers does, but a step depends on all elements of a matrix. So
-a job with it may not cut a matrix anew: replicas that have lost a slot are dropped there, never narrowed
-(`unsupported.py`). The one parameter that holds several matrices is that of the experts of a reduced expert group,
-one after the other, and each is stepped as a matrix of its own.
+Its state moves with the elements, as that of other optimizers does. But no matrix may be cut anew, so a job in which a
+loss could narrow a replica is refused (`option_checks.py`). One parameter holds several matrices: that of a slot that
+has experts of a lost slot beside its own, one after the other. Each of them is stepped by itself.
 """
 
 import functools
