@@ -53,8 +53,8 @@ CONDITIONS = {
     " --group-query-attention the same holds for --num-attention-heads",
     "--ffn-hidden-size": "must divide over the TP slots in granules (--ntp-granule)",
     "--seq-length": "with --sequence-parallel, a batch of another length is refused",
-    "--optimizer": "`muon` is accepted where no loss makes a replica narrower (TP 1, --ntp-min-tp-width of the TP degree, experts,"
-    " context parallelism), and without --use-distributed-optimizer",
+    "--optimizer": "`muon` is accepted where no loss makes a replica narrower (TP 1, --ntp-min-tp-width of the TP"
+    " degree, experts, context parallelism), and without --use-distributed-optimizer",
     "--muon-tp-mode": "at TP > 1, other modes than blockwise are refused",
     "--spec": "layers cut over the TP group that the plugin does not know are refused when the model is built",
 }

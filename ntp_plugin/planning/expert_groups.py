@@ -14,11 +14,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
+from ntp_plugin.config.sections import Model, Parallel
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.lanes import UnitsByFamily, plan_lanes
 from ntp_plugin.planning.shard_layout import lay_experts_out, lay_out
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas, Topology
-from ntp_plugin.planning.units import Family, ModelUnits, StageUnits
+from ntp_plugin.planning.units import Family, ModelUnits, StageUnits, transformer_units
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +84,23 @@ def require_experts_in_all_stages(units: ModelUnits) -> None:
             f"stage {', '.join(without)} of the pipeline has no layer of experts, and others have some",
             fix="a --moe-layer-freq, or --pipeline-model-parallel-layout, that gives each stage one",
         )
+
+
+def units_of(model: Model, parallel: Parallel, topology: Topology, *, granule: int | None = None) -> ModelUnits:
+    """Return the units of a described job; raises unless its experts make whole groups, in every stage."""
+    units = transformer_units(
+        model,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        granule=granule,
+        depths=parallel.depths(model.layers),
+    )
+    if topology.expert_slots:
+        require_whole_groups(topology)
+        require_experts_in_all_stages(units)
+    return units
 
 
 def groups_of(surviving: SurvivingReplicas) -> SurvivingReplicas:

@@ -24,16 +24,15 @@ from ntp_plugin.planning.expert_groups import (
     GroupLoad,
     load_of,
     replicas_in_step,
-    require_experts_in_all_stages,
-    require_whole_groups,
+    units_of,
 )
-from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Rung, Training, fit_groups, memory_use, narrowest
+from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Training, fit_groups, memory_use, narrowest
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
 from ntp_plugin.planning.parity_groups import ParityGroup, ParityGroups, share_parities
 from ntp_plugin.planning.routes import StageRoute, plan_route
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas, Topology
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
-from ntp_plugin.planning.units import ModelUnits, transformer_units
+from ntp_plugin.planning.units import ModelUnits
 
 FORMAT = 7
 """Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
@@ -77,21 +76,9 @@ class Nominal:
     def of(cls, job: Job) -> "Nominal":
         parallel, policy = job.parallel, job.ntp
         topology = Topology.of(parallel, experts=job.model.experts is not None)
-        units = transformer_units(
-            job.model,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            ep=parallel.ep,
-            etp=parallel.etp,
-            granule=policy.granule,
-            depths=parallel.depths(job.model.layers),
-        )
-        if topology.expert_slots:
-            require_whole_groups(topology)
-            require_experts_in_all_stages(units)
         return cls(
             topology=topology,
-            units=units,
+            units=units_of(job.model, parallel, topology, granule=policy.granule),
             batch=job.batch,
             state=job.state,
             hardware=job.hardware,
@@ -408,18 +395,17 @@ def _splits(nominal: Nominal, surviving: SurvivingReplicas) -> Mapping[int, int]
     if guard is None:
         return {}
     stages = range(nominal.topology.pp)
-    groups = [list(surviving.replicas)] if nominal.topology.narrows else _in_step(surviving)
-    loads: dict[GroupLoad, Mapping[tuple[int, Pattern], Rung]] = {}
-    found: dict[int, int] = {}
-    for living in groups:
-        load = nominal.load(surviving, living[0])
-        if load not in loads:
-            loads[load] = fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs, load=load)
-        found |= dict.fromkeys(living, max(loads[load][stage, WHOLE].splits for stage in stages))
-    rungs = loads[load]  # degraded replicas are of jobs with one load
-    return found | {
-        replica: max(rungs[stage, surviving.pattern(replica, stage)].splits for stage in stages)
-        for replica in surviving.degraded_replicas
+    alike = [list(surviving.replicas)] if nominal.topology.narrows else _in_step(surviving)
+    loads: dict[int, GroupLoad] = {}
+    for living in alike:
+        loads |= dict.fromkeys(living, nominal.load(surviving, living[0]))
+    rungs = {
+        load: fit_groups(nominal.training, surviving, limit=guard.limit, rungs=guard.rungs, load=load)
+        for load in dict.fromkeys(loads.values())
+    }
+    return {
+        replica: max(rungs[load][stage, surviving.pattern(replica, stage)].splits for stage in stages)
+        for replica, load in loads.items()
     }
 
 

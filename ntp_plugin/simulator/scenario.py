@@ -9,9 +9,9 @@ from ntp_plugin.config.schema import key, subsection
 from ntp_plugin.config.sections import Batch, Model, Parallel, State, require_expert_layout
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.actions import ActionPolicy
-from ntp_plugin.planning.expert_groups import require_experts_in_all_stages, require_whole_groups
+from ntp_plugin.planning.expert_groups import units_of
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.planning.units import ModelUnits, transformer_units
+from ntp_plugin.planning.units import ModelUnits
 from ntp_plugin.simulator.failures import DAY_S, LLAMA3_PER_GPU_DAY, DomainFailure, Rates, draw_faults, replay_outages
 from ntp_plugin.simulator.fleet import MODES, SHRINK, Fleet
 from ntp_plugin.simulator.machine import GpuModel, read_machine
@@ -143,19 +143,7 @@ class Scenario:
 
     @functools.cached_property
     def units(self) -> ModelUnits:
-        parallel, model = self.asked.parallel, self.asked.model
-        units = transformer_units(
-            model,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            ep=parallel.ep,
-            etp=parallel.etp,
-            depths=parallel.depths(model.layers),
-        )
-        if self.topology.expert_slots:
-            require_whole_groups(self.topology)
-            require_experts_in_all_stages(units)
-        return units
+        return units_of(self.asked.model, self.asked.parallel, self.topology)
 
     @functools.cached_property
     def policies(self) -> tuple[DomainPolicy, ...]:
