@@ -99,9 +99,11 @@ CONTROLS: Mapping[str, tuple[Job, bool]] = {
     "padding_adds_to_the_loss": (job_of(OF_ALL), False),
     "padding_weighs_as_others": (job_of(OF_ALL), False),
     "experts_weigh_by_groups": (job_of(OF_ALL), False),
+    "router_losses_are_means_of_replicas": (job_of(OF_ALL), False),
     "experts_are_one_matrix": (job_of(f"{OF_ALL} {MUON}"), False),
     "bias_stays_after_a_recovery": (job_of(router=f"{BIASED} --moe-router-bias-update-rate 0.1"), True),
     "replicas_of_a_context_weigh_as_before": (job_of("", router="", cp=2, dp=2, masked=False), False),
+    "chunks_are_in_order": (job_of("", router="", cp=4, dp=1, masked=False), False),
     "rows_are_in_order": (job_of(_MASKED, router="", cp=2, dp=2, masked=False), False),
     "delta_net_in_one_section": (job_of(f"{SP} {DELTA_NET}", router="", tp=2, dp=2), False),
 }

@@ -26,7 +26,6 @@ from ntp_plugin.megatron.checkpoint import checkpoints
 from ntp_plugin.megatron.checkpoint.save_errors import SaveErrors
 from ntp_plugin.megatron.job import JobPlan
 from ntp_plugin.megatron.layers.dropout import ExactDropout
-from ntp_plugin.megatron.layers.uneven_delta_net import UnevenDeltaNet
 from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layers.uneven_sequence import UnevenSequence
 from ntp_plugin.megatron.live import hooks, training_step, unsynced
@@ -51,6 +50,7 @@ from ntp_plugin.resharding import rebuild, reshard
 from ntp_plugin.resharding.rebuild import WEIGHT, Entries
 from ntp_plugin.testing import harm
 from tests.harness.parity.conditions import plant
+from tests.harness.parity.spoilt_context import *  # noqa: F403
 from tests.harness.parity.spoilt_prediction import *  # noqa: F403
 
 
@@ -275,12 +275,6 @@ def units_swapped_in_a_checkpoint() -> None:
     plant(checkpoints, "in_slices", swapped)
 
 
-def delta_net_in_one_section() -> None:
-    """The rows of a slot's queries, keys, values, gates and decays are taken for one after the other of each unit."""
-    cut = UnevenDeltaNet._cut
-    plant(UnevenDeltaNet, "_cut", lambda net, layer, family, sections: cut(net, layer, family, [sum(sections)]))
-
-
 def samples_not_rewound() -> None:
     """A repeated step draws the samples that follow, by the share of before."""
 
@@ -494,22 +488,6 @@ def scale_changes_before_the_vote() -> None:
 
     plant(LossScale, "deferred", lambda _, original: original)
     plant(LossScale, "step_is_over", lambda *_, **__: None)
-
-
-def replicas_of_a_context_weigh_as_before() -> None:
-    """Gradients are weighed as if all replicas of a context group shared its sequences."""
-    scale: Any = LaneSync.scale
-
-    def as_before(sync: LaneSync) -> float:
-        layout = sync._layout
-        return float(scale.fget(sync) * layout.context_degree / layout.topology.cp)
-
-    plant(LaneSync, "scale", property(as_before))
-
-
-def rows_are_in_order() -> None:
-    """The rows of a replica are taken for consecutive ones."""
-    plant(ExactDropout, "_in_the_sequence", lambda _, rows: rows)
 
 
 def sampler_keeps_the_first_batch() -> None:

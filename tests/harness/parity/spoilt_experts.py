@@ -1,11 +1,14 @@
 """Negative controls of layers of experts: each makes one mistake, which the comparison has to notice."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from ntp_plugin.megatron import muon, padding
+from ntp_plugin.megatron import batch_share, muon, padding
 from ntp_plugin.megatron.layers import uneven_experts
 from ntp_plugin.megatron.layers.expert_dispatch import ExpertPlaces
 from ntp_plugin.megatron.live.expert_bias import ExpertBias
@@ -38,6 +41,22 @@ def padding_adds_to_the_loss() -> None:
 def padding_weighs_as_others() -> None:
     """A replica's last micro-batch counts as often as it is run."""
     plant(padding, "_weightless", lambda loss_of: loss_of)
+
+
+def router_losses_are_means_of_replicas() -> None:
+    """The loss that balances experts weighs alike in all replicas, however many micro-batches each has."""
+    padded, scale_by = padding.padded, MoEAuxLossAutoScaler.set_loss_scale
+    more = [1.0]
+
+    @contextlib.contextmanager
+    def weighed(kwargs: dict[str, Any], own: int, runs: int) -> Iterator[None]:
+        more[0] = runs / own
+        with padded(kwargs, own, runs):
+            yield
+        more[0] = 1.0
+
+    plant(batch_share, "padded", weighed)
+    plant(MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda scale: scale_by(scale * more[0])))
 
 
 def experts_weigh_by_groups() -> None:
