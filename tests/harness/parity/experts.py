@@ -84,13 +84,13 @@ FEATURES: Mapping[str, tuple[Job, tuple[int, ...]]] = {
         (1,),
     ),
     "tp+sp+gated delta nets": (job_of(f"{GROUPED} {A2A} {SP} {DELTA_NET}", tp=2, dp=2), (3,)),
+    "ep+muon": (job_of(f"{OF_ALL} {MUON}"), (1,)),
+    "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
+    "cp+tp+sp": (job_of(f"{PER_TOKEN} {SP}", router="", tp=2, cp=2, dp=1), (2,)),
     "ep+pp+fp16": (job_of(f"{OF_TWO} --fp16 --initial-loss-scale 65536", pp=2, dp=2), (1,)),
     "ep+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}"), (1,)),
     "ep+exchanges overlapped+exact masks": (job_of(f"{OF_TWO} {OVERLAPPED} {_MASKED}"), (1,)),
     "ep+pp+interleaved+exchanges overlapped": (job_of(f"{OF_TWO} {OVERLAPPED}", chunks=2, pp=2, dp=2), (1,)),
-    "ep+muon": (job_of(f"{OF_ALL} {MUON}"), (1,)),
-    "cp": (job_of(PER_TOKEN, router="", cp=2, dp=2), (1,)),
-    "cp+tp+sp": (job_of(f"{PER_TOKEN} {SP}", router="", tp=2, cp=2, dp=1), (2,)),
 }
 """Feature -> a job that has it, and the slots that it loses. The words of a feature are joined by +."""
 
