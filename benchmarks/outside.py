@@ -1,6 +1,6 @@
-"""Inject faults from outside, by pids and signals alone, into five jobs: what `make show-outside` measures.
+"""Inject faults from outside, by pids and signals alone, into six jobs: what `make show-outside` measures.
 
-    python -m benchmarks.outside              three campaigns of 21 faults in each of five jobs: two hours or more
+    python -m benchmarks.outside              three campaigns of 21 faults in each of six jobs: two hours or more
     SCALE=ci python -m benchmarks.outside     12 faults in two jobs: three minutes on two idle cores
     ROWS=plain,autotp ...                     some of the jobs
 
@@ -40,7 +40,7 @@ _HANDLERS = ("-m", "ntp_plugin.testing.signal_handlers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One of the five."""
+    """One of the six."""
 
     name: str
     ranks: int
@@ -61,15 +61,15 @@ class Job:
         return Command(words=words, environment=common | self.environment | (SHORTER if in_ci else {}))
 
 
-def _megatron(name: str, *flags: str) -> Job:
-    words = ("recipes/megatron/pretrain_gpt.py", "@recipes/megatron/tiny.args", "--ntp-enable", "--train-iters=120")
+def _megatron(name: str, *flags: str, ranks: int = 8, arguments: str = "tiny.args", blocks_of: int = 2) -> Job:
+    words = ("recipes/megatron/pretrain_gpt.py", f"@recipes/megatron/{arguments}", "--ntp-enable", "--train-iters=120")
     saved = ("--save={run}/checkpoints", "--save-interval=1000", "--ckpt-format=torch_dist")
     return Job(
         name=name,
-        ranks=8,
+        ranks=ranks,
         script=(*words, *saved, *flags),
         environment={"NTP_CPU": "float64", "NTP_PRELOAD": "megatron.training.training"},
-        blocks_of=4 if "--tensor-model-parallel-size=4" in flags else 2,
+        blocks_of=blocks_of,
         bound=1e-12,
         weights_bound=1e-11,
     )
@@ -101,12 +101,21 @@ JOBS = (
     ),
     _deepspeed("deepspeed-zero2-dp4", "ds_config_zero2.json", blocks_of=4, epochs=5),
     _deepspeed("autotp-tp2-dp2", "ds_config_tp.json", blocks_of=2, epochs=2),
-    _megatron("megatron-dp2-tp4", "--tensor-model-parallel-size=4"),
+    _megatron("megatron-dp2-tp4", "--tensor-model-parallel-size=4", blocks_of=4),
     _megatron(
         "megatron-dp2-tp2-pp2-sharded",
         "--tensor-model-parallel-size=2",
         "--pipeline-model-parallel-size=2",
         "--use-distributed-optimizer",
+    ),
+    _megatron(
+        "megatron-dp4-ep4",
+        *("--num-experts=8", "--expert-model-parallel-size=4", "--moe-ffn-hidden-size=32", "--moe-router-topk=2"),
+        *("--moe-router-load-balancing-type=aux_loss", "--moe-aux-loss-coeff=1e-2"),
+        *("--moe-grouped-gemm", "--moe-token-dispatcher-type=alltoall"),
+        ranks=4,
+        arguments="tiny-te.args",
+        blocks_of=4,
     ),
 )
 IN_CI = {
