@@ -30,8 +30,9 @@ backward and step do nothing.
     full_width_replicas.py  replicas that leave as a whole: of one slot, or of the slots of a user's mpu
     full_width_state.py     state that every replica holds in full: compares it, and sends it to joining ranks
     half_masters.py         half precision without ZeRO: float32 masters, and the norm
-    zero_state.py           ZeRO-1 and ZeRO-2: shards as slices of tensors, rebuilt for the members, filled from copies
-    flat_shards.py          DeepSpeed's two sharded optimizers, as flat shards
+    zero_state.py           ZeRO: shards as slices of tensors, rebuilt for the members, filled from copies
+    flat_shards.py          DeepSpeed's three sharded optimizers, as flat shards
+    sharded_weights.py      ZeRO-3: parameters that are sharded, cut for other members, and done without
     autotp_layers.py        the layers that AutoTP has cut: their units, and what follows the replica's width
     autotp_vocabulary.py    a vocabulary that AutoTP has cut without gathering: output layer, embedding, loss
     autotp_replicas.py      replicas that AutoTP has cut: who holds what, and how degraded replicas sum gradients
@@ -42,8 +43,9 @@ Exactness. DeepSpeed's gradient is the mean over ranks of the sums of `loss / gr
 mean over the nominal ranks' micro-batches: `gradient_accumulation_steps` stays the same, the last micro-batch of a
 rank's share is the boundary, and the loss is multiplied by (ranks now) / (nominal ranks), so that DeepSpeed's mean over
 the present ranks equals the mean over the nominal ones. ZeRO-2 reduces in every backward, which ranks with shares of
-different length cannot do together; in a degraded layout it reduces once, as `coalesce_grad_reduction` does. With
-nobody lost none of this is active, and a run has the same bits as without the plugin.
+different length cannot do together; in a degraded layout it reduces once, as `coalesce_grad_reduction` does. ZeRO-3
+gathers weights in every forward and backward: there ranks repeat a micro-batch, with a loss of zero, until all have as
+many. With nobody lost none of this is active, and a run has the same bits as without the plugin.
 
 Loops. The share of a rank is longer while others are lost, so a loop must not count its own iterations: it goes by the
 loader, or by `engine.global_steps`. The loader is the one that `deepspeed.initialize(training_data=...)` returns, or a

@@ -69,11 +69,13 @@ class AccumulationWindow:
         )
         self._topology = topology
         self._replica, self._nominal = topology.slot_of(rank.place.slot).replica, topology.dp
-        self._moves_together = topology.tp > 1
-        """Whether the slots of a replica wait for each other in the forward."""
+        self.gathers_weights = int(engine.zero_optimization_stage()) > 2
+        """Whether all ranks take part in every forward (ZeRO-3)."""
         self._each: int = engine.gradient_accumulation_steps()
         self.numbers: Sequence[int] = range(self._replica * self._each, (self._replica + 1) * self._each)
-        """This rank's micro-batches in the global batch, by number."""
+        """This rank's micro-batches in the global batch, by number; a repeated one counts for nothing."""
+        self._order: Sequence[int] = self.numbers
+        """The same for this step, in the order of drawing."""
         self.seed = 0
         """The seed of masks that do not depend on the rank; the same on all ranks."""
         self.step = 0
@@ -122,6 +124,11 @@ class AccumulationWindow:
     def degraded(self) -> bool:
         """Whether any rank is lost."""
         return len(self._rank.groups.members) < self._topology.size
+
+    @property
+    def _moves_together(self) -> bool:
+        """Whether slots wait for each other in the forward: those of a replica, and with ZeRO-3 all."""
+        return self._topology.tp > 1 or self.gathers_weights
 
     def _follow(self, loader: Any) -> Stream | None:
         if not can_follow(loader, replica=self._replica, replicas=self._nominal):
@@ -241,7 +248,7 @@ class AccumulationWindow:
         if not self._stale and self.degraded:
             self._engine.set_gradient_accumulation_boundary(self._is_last)
         if self._policy.dropout == "exact" and not self._stale:
-            torch.manual_seed(_seed_of(self.seed, self.step, self.numbers[self._done]))
+            torch.manual_seed(_seed_of(self.seed, self.step, self._order[self._done]))
 
     def _between_windows(self) -> None:
         self._compare_if_voted()
@@ -303,6 +310,11 @@ class AccumulationWindow:
         return self._followed is not None and not self._followed.in_hand
 
     @property
+    def repeats(self) -> bool:
+        """Whether the micro-batch in hand repeats the one before, so that it counts for nothing."""
+        return self._done > 0 and self._order[self._done] == self._order[self._done - 1]
+
+    @property
     def _is_last(self) -> bool:
         return self._done == len(self.numbers) - 1
 
@@ -320,19 +332,22 @@ class AccumulationWindow:
     def _begin(self) -> None:
         self._before, self._drawn_from = count(self._engine), drawn_from()
         self._began_at, self._voted = time.monotonic(), False
+        assert self._followed is not None, "it was drawn from"
+        self._order = self._followed.stream.order_of(self.step)
         self._report_data_epoch()
         if self.copies is not None:
             self.copies.begin()
         if self.degraded:
             self._coalesce(begin=True)
-        if self._drawn_anew and self._moves_together:  # all slots of a replica draw alike
+        if self._drawn_anew and self._topology.tp > 1:  # all slots of a replica draw alike
             torch.manual_seed(_seed_of(self.seed, self.step, self._nominal * self._each + self._replica))
         self._drawn_anew = False
 
     def _coalesce(self, *, begin: bool) -> None:
-        """Have ZeRO reduce once, at the end of the accumulation window, as `engine.coalesce_grad_reduction` does."""
+        """Have ZeRO reduce once, at the end of the accumulation window, as `engine.coalesce_grad_reduction` does. With
+        ZeRO-3 all ranks go backward equally often."""
         optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "_coalesce_grad_reduction"):
+        if self.gathers_weights or not hasattr(optimizer, "_coalesce_grad_reduction"):
             return
         optimizer._coalesce_grad_reduction = self._engine.inside_no_sync_ctxt = begin
 
@@ -343,11 +358,14 @@ class AccumulationWindow:
             if self._stale:
                 return loss / self._each
             degraded, weight = self.degraded, self.replicas.weight
-            work = functools.partial(original, loss * weight if degraded else loss, *args, **kwargs)
-            result = self._through(work)
+            repeats = degraded and self.repeats
+            weighed = loss * (0.0 if repeats else weight) if degraded else loss
+            result = self._through(functools.partial(original, weighed, *args, **kwargs))
             if result is None:
                 return loss / self._each
             self._done += 1
+            if repeats:
+                return loss / self._each
             self._loss = self._loss + loss.detach()
             return result[0] / weight if degraded else result[0]
 
@@ -386,6 +404,8 @@ class AccumulationWindow:
         return result
 
     def _reduce(self) -> None:
+        if self.gathers_weights:
+            return
         self._coalesce(begin=False)
         optimizer = self._engine.optimizer
         if hasattr(optimizer, "_coalesce_grad_reduction"):
@@ -405,7 +425,7 @@ class AccumulationWindow:
                     epoch=self._loop.voted_in,
                     seconds=time.monotonic() - self._began_at,
                     losses={"loss": float(self._loop.outcome[_LOSS]) / (self._nominal * self._each)},
-                    samples=list(self.numbers) if self.replicas.is_replica_leader else [],
+                    samples=list(dict.fromkeys(self.numbers)) if self.replicas.is_replica_leader else [],
                 )
             )
         self._done, self._loss = 0, 0.0
@@ -460,7 +480,8 @@ class AccumulationWindow:
         engine._is_gradient_accumulation_boundary = None
         for timer in engine.timers.get_timers().values():
             timer.started_ = False
-        stepped = (parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"])
+        groups = [] if engine.zero_optimization_stage() else engine.basic_optimizer.param_groups  # ZeRO is built again
+        stepped = (parameter for group in groups for parameter in group["params"])
         for parameter in (*engine.module.parameters(), *stepped):  # a fused optimizer's `zero_grad` may keep gradients
             parameter.grad = None
         self._unwinding = False

@@ -16,6 +16,8 @@ Once. A rank that has come through a recovery runs the end of its loop again wit
 that goes by `engine.global_steps` alone asks after each micro-batch, of which ranks may have different numbers. So a
 checkpoint of a step is not written again under the same name, and joining ranks learn which were written.
 
+With ZeRO-3 `engine.save_16bit_model` gathers the weights from all ranks, so it is a section as well.
+
 Late scripts. The script of a joining rank, or of a resumed job, runs quickly through the data epochs that the job has
 behind it, past the checkpoints between them. These have been written; only a resumed job may need one that was not. A
 late script reads no checkpoint: the state of the other ranks is newer than any, and the newest checkpoint now is not
@@ -47,7 +49,7 @@ _NONE = None, None
 """What DeepSpeed returns if there is no checkpoint."""
 _LOADED = "loaded-{}.json"
 _GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
-_SHARDS = "*zero_pp_rank_{}_mp_rank_*_optim_states.pt"
+_SHARDS = "*zero_pp_rank_{}_mp_rank_*_states.pt"
 
 
 class EngineCheckpoints:
@@ -61,8 +63,8 @@ class EngineCheckpoints:
         """What the script got, load by load."""
         self._before: list[tuple[Any, Any]] | None = None
         """What the script of the resumed run got, load by load; None if this run resumes none."""
-        self.saved: tuple[int, str] | None = None
-        """The step and folder of the newest checkpoint of the current state."""
+        self.saved: tuple[int, tuple[str, ...]] | None = None
+        """The step of the current state, and where it has been written, if anywhere."""
         self._owed: int | None = None
         """The step whose checkpoint was not written because the step was lost, until it is taken again."""
         self._newest, self._has_ended = 0, False
@@ -72,35 +74,61 @@ class EngineCheckpoints:
         """Replace the engine's own methods."""
         engine.save_checkpoint = self._together(engine.save_checkpoint)
         engine.load_checkpoint = self._as_at_the_start(engine.load_checkpoint)
-        engine.save_16bit_model = self._unless_behind(engine.save_16bit_model)
+        engine.save_16bit_model = self._as_model(engine.save_16bit_model)
 
     def _together(self, original: Any) -> Any:
         @functools.wraps(original)
         def save(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-            window, folder = self._window, Path(save_dir) / self._name(tag)
-            if self._is_behind or self.saved == (window.step, str(folder)):
-                return True
-            window.begin()
-            of_step, saved = window.step, [None]
+            folder = Path(save_dir) / self._name(tag)
 
-            def work() -> Any:
-                if window.replicas.why_none_is_saved:
-                    _LOG.warning("no checkpoint was written: %s", window.replicas.why_none_is_saved)
-                elif window.step != of_step:
-                    self._owed = of_step
-                    _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
-                else:
-                    window.compare()
-                    if window.copies is not None:
-                        window.copies.catch_up(self._vote_on_copies)
-                    saved[:] = [self.write(functools.partial(original, save_dir, tag, *args, **kwargs))]
-                    self._remove_what_is_of_nobody(folder)
-                return self._loop.vote(lambda _: saved[0], window.no_words())
+            def write() -> Any:
+                saved = original(save_dir, tag, *args, **kwargs)
+                self._remove_what_is_of_nobody(folder)
+                return saved
 
-            result = window.section(work, lambda: saved[0])
-            if window.step == of_step:
-                self.saved = of_step, str(folder)
-            return result
+            return self._section(write, folder)
+
+        return save
+
+    def _section(self, write: Callable[[], Any], path: Path) -> Any:
+        """Have all ranks write, and write again after a loss; not what is written already."""
+        window = self._window
+        if self._is_behind or self._has_saved(window.step, path):
+            return True
+        window.begin()
+        of_step, saved = window.step, [None]
+
+        def work() -> Any:
+            if window.replicas.why_none_is_saved:
+                _LOG.warning("no checkpoint was written: %s", window.replicas.why_none_is_saved)
+            elif window.step != of_step:
+                self._owed = of_step
+                _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
+            else:
+                window.compare()
+                if window.copies is not None:
+                    window.copies.catch_up(self._vote_on_copies)
+                saved[:] = [self.write(write)]
+            return self._loop.vote(lambda _: saved[0], window.no_words())
+
+        result = window.section(work, lambda: saved[0])
+        if window.step == of_step:
+            before = self.saved[1] if self.saved is not None and self.saved[0] == of_step else ()
+            self.saved = of_step, (*before, str(path))
+        return result
+
+    def _has_saved(self, step: int, path: Path) -> bool:
+        return self.saved is not None and self.saved[0] == step and str(path) in self.saved[1]
+
+    def _as_model(self, original: Any) -> Any:
+        """`save_16bit_model`."""
+        if not self._window.gathers_weights:
+            return self._unless_behind(original)
+
+        @functools.wraps(original)
+        def save(save_dir: Any, save_filename: str = "pytorch_model.bin", *args: Any, **kwargs: Any) -> Any:
+            write = functools.partial(original, save_dir, save_filename, *args, **kwargs)
+            return self._section(write, Path(save_dir) / save_filename)
 
         return save
 

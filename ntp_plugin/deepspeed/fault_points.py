@@ -4,6 +4,8 @@
 from typing import Any
 
 from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.recovery.fault_points import FaultPoints, IsHere, Reached, recovery_fault_points
@@ -20,8 +22,18 @@ def report_steps(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
     fault_points.at(job.window.checkpoints, "write", "save", "written")
     fault_points.at(job.loop, "vote", "vote")
     fault_points.at(job.loop, "apply", "apply", "applied")
-    fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
     fault_points.at(LaneShards, "begin_spread", "gather")
+    report_sharding(fault_points)
+
+
+def report_sharding(fault_points: FaultPoints) -> None:
+    """Report the fault points in ZeRO's own collectives. Classes report them, because a recovery builds the objects
+    again."""
+    fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
+    fault_points.at(DeepSpeedZeroOptimizer_Stage3, "_post_step", "gather")
+    fault_points.at(DeepSpeedZeRoOffload, "pre_sub_module_forward_function", "gather-forward")
+    fault_points.at(DeepSpeedZeRoOffload, "pre_sub_module_backward_function", "gather-backward")
+    fault_points.at(DeepSpeedZeroOptimizer_Stage3, "partition_grads", "scatter")
 
 
 def report_recoveries(job: DeepSpeedJob, driver: Any, reached: Reached) -> None:

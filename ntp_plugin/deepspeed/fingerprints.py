@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ntp_plugin.config.sections import TrainingPolicy
+from ntp_plugin.deepspeed.sharded_weights import shape_of
 from ntp_plugin.planning.topology import Slot
 from ntp_plugin.recovery import fingerprint as fp
 from ntp_plugin.recovery import same_settings
@@ -45,7 +46,8 @@ def settings(configuration: Mapping[str, Any], policy: TrainingPolicy) -> Finger
 
 def model(engine: Any, slot: Slot) -> Mapping[str, fp.Section]:
     """Return the fingerprint of the model of this slot of a replica."""
-    return {f"model of t{slot.tp}": same_settings.described(dict(engine.module.named_parameters()))}
+    tensors = {name: (str(one.dtype), tuple(shape_of(one))) for name, one in engine.module.named_parameters()}
+    return {f"model of t{slot.tp}": fp.shapes(tensors)}
 
 
 def data(sampler: Any) -> Fingerprint:

@@ -11,10 +11,13 @@ which an mpu may have counted once, are read from the group (`AskedOfGroups`).
 The slots of a replica wait for each other within the forward. A slot that is interrupted there owes its loop an output
 of the right shape, which nobody will use: it finishes alone, through groups that answer by themselves
 (`groups/substitute_backend.py`).
+
+With ZeRO-3 all ranks gather the weights in every forward and backward, so all have the same number of micro-batches.
+Where shares differ, a rank repeats the last micro-batch of its share, and the repetition counts for nothing.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.deepspeed.full_width_state import whole
+from ntp_plugin.deepspeed.sharded_weights import without_weights
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.planning.batch_split import NominalBatch, even_shares
@@ -40,7 +44,9 @@ class FullWidthReplicas:
     """Why no checkpoint can be written; empty, because every surviving replica can write one."""
 
     def __init__(self, engine: Any, topology: Topology, *, rank: ElasticRank) -> None:
-        self._topology, self._rank = topology, rank
+        self._engine, self._topology, self._rank = engine, topology, rank
+        self.gathers_weights = int(engine.zero_optimization_stage()) > 2
+        """Whether all ranks take part in every forward (ZeRO-3)."""
         self._slot = topology.slot_of(rank.place.slot)
         self._parameters = dict(engine.module.named_parameters())
         self._batch = NominalBatch(
@@ -61,8 +67,10 @@ class FullWidthReplicas:
 
     @property
     def numbers(self) -> list[int]:
-        """This slot's replica's micro-batches in the global batch, by number."""
-        return self.shares[self._slot.replica]
+        """This slot's replica's micro-batches in the global batch, by number; repeated ones count for nothing."""
+        mine = self.shares[self._slot.replica]
+        rounds = max(map(len, self.shares.values())) if self.gathers_weights else len(mine)
+        return mine + mine[-1:] * (rounds - len(mine))
 
     @property
     def shares(self) -> Mapping[int, list[int]]:
@@ -94,9 +102,12 @@ class FullWidthReplicas:
         """Return the lane of a slot."""
         return slot % self._topology.tp
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Go forward without the other slots of the replica."""
-        return self._rank.groups.alone(self._mates(self._slot.replica))
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Go forward without the other slots of the replica, and with ZeRO-3 without the weights that others hold."""
+        weightless = without_weights(self._engine.optimizer) if self.gathers_weights else contextlib.nullcontext()
+        with self._rank.groups.alone(self._mates(self._slot.replica)), weightless:
+            yield
 
     def _mates(self, replica: int) -> range:
         return range(replica * self._topology.tp, (replica + 1) * self._topology.tp)

@@ -7,6 +7,7 @@ does this with the slots at the same position in the other replicas.
 """
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from ntp_plugin.copies import digest
 from ntp_plugin.copies.layout import DTYPES, dtype_name
 from ntp_plugin.copies.runs import MODULUS
 from ntp_plugin.copies.slices import TensorSlice
+from ntp_plugin.deepspeed.sharded_weights import shape_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.reduction.stepped import Stepped, parts
@@ -159,5 +161,5 @@ def hand_over(
 
 def whole(name: str, tensor: torch.Tensor) -> TensorSlice:
     """Return the slice that is all of a tensor."""
-    shape = tuple(tensor.shape) or (1,)
-    return TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=tensor.numel())
+    shape = tuple(shape_of(tensor)) or (1,)
+    return TensorSlice(tensor=name, shape=shape, dim=0, ranges=((0, shape[0]),), start=0, stop=math.prod(shape))

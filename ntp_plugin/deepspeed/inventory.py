@@ -11,6 +11,7 @@ from typing import Any
 from ntp_plugin.copies.inventory import EXACT, LEFT, RECOMPUTE, RESET, Item, require_known
 from ntp_plugin.deepspeed.engine_counters import count
 from ntp_plugin.deepspeed.flat_shards import kind_of
+from ntp_plugin.deepspeed.sharded_weights import is_sharded
 from ntp_plugin.training import optimizers
 
 _LOG = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ INVENTORY = (
     *optimizers.INVENTORY,
     Item(pattern="counted *", becomes=EXACT, why="recorded with each copy"),
     Item(pattern="drawn from torch", becomes=RESET, why="restored on its own rank; a resumed run draws anew"),
+    Item(pattern="slice of the weight *", becomes=EXACT, why="copied: what is stepped for it, or the slice itself"),
     Item(pattern="the weight *, which nobody steps,", becomes=LEFT, why="sent by a surviving rank"),
     Item(pattern="the buffer *", becomes=LEFT, why="sent by a surviving rank"),
 )
@@ -52,6 +54,9 @@ def _found(engine: Any) -> Iterator[str]:
     module, zero = engine.module, engine.optimizer
     stepped = {id(parameter) for group in kind_of(zero).parameters(zero) for parameter in group}
     for name, parameter in module.named_parameters():
-        yield f"weight {name}" if id(parameter) in stepped else f"the weight {name}, which nobody steps,"
+        if is_sharded(parameter):
+            yield f"slice of the weight {name}"
+        else:
+            yield f"weight {name}" if id(parameter) in stepped else f"the weight {name}, which nobody steps,"
     persistent = module.state_dict()
     yield from (f"the buffer {name}" for name, value in module.named_buffers() if name in persistent and value.numel())

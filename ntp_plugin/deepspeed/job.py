@@ -1,7 +1,9 @@
 """This process in a job that `ntp run` started: from its process group to its end."""
 
+import contextlib
 import functools
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +20,7 @@ from ntp_plugin.deepspeed.loaders import Loaders
 from ntp_plugin.deepspeed.trainer import EngineTrainer
 from ntp_plugin.deepspeed.unsupported import refuse_configuration, refuse_engine
 from ntp_plugin.errors import Refused
-from ntp_plugin.patching import apply_all
+from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery import exporting, same_settings
 from ntp_plugin.recovery.driver import Driver
@@ -67,10 +69,28 @@ class DeepSpeedJob:
         self.engine: Any = None
         self._alone = Alone()
         if self.rank.place.joining:
-            apply_all(self._alone.table())
+            apply_all((*self._alone.table(), *self._gathers_alone()))
         else:
             self.loop.driver = self.rank.drive(self.trainer)
             self.rank.watch()
+
+    def _gathers_alone(self) -> tuple[Replacement, ...]:
+        """Return replacements for the gathers of ZeRO-3, which are of parts of tensors that other ranks hold."""
+
+        def alone(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def gather(*args: Any, **kwargs: Any) -> Any:
+                everybody = range(self.rank.place.slots)
+                with contextlib.nullcontext() if self._alone.over else self.rank.groups.alone(everybody):
+                    return original(*args, **kwargs)
+
+            return gather
+
+        why = "there is nobody to gather from before this process is admitted; its weights come later"
+        return (
+            Replacement(target="deepspeed.comm.torch:TorchBackend.all_gather_into_tensor", why=why, make=alone),
+            Replacement(target="deepspeed.comm.torch:TorchBackend.all_gather", why=why, make=alone),
+        )
 
     def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, mpu: Any) -> None:
         """Raise `Refused` for an engine that could not go on after a loss, before it is built."""

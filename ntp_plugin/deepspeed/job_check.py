@@ -262,7 +262,13 @@ def _changes(shape: EngineShape, policy: TrainingPolicy) -> Iterator[ChangedOpti
         yield ChangedOption(
             flag="zero_optimization.stage",
             change="shards come from copies in memory: engine.global_steps may be one less after a loss, and that step"
-            " is taken again" + (". Gradients are reduced once per step" if shape.stage > 1 else ""),
+            " is taken again" + (". Gradients are reduced once per step" if shape.stage == 2 else ""),
+        )
+    if shape.stage > 2:
+        yield ChangedOption(
+            flag="zero_optimization.stage = 3",
+            change="a rank whose share is shorter sees its last micro-batch again, and that counts for nothing; replicas"
+            " are not compared, since no weight is held twice",
         )
     if shape.autotp > 1:
         checkpoints = "none is written" if shape.stage else "a replica with all its slots writes it"
@@ -298,6 +304,6 @@ def _notes(
         yield "--parameters N says how large the model is, for the memory of its copies"
     if "optimizer" not in raw:
         yield "an optimizer of the script must be element-wise with ZeRO or AutoTP; the job checks that at its start"
-    elif shape.optimizer in ("adam", "adamw") and not shape.torch_adam:
+    elif shape.optimizer in ("adam", "adamw") and not shape.torch_adam and shape.autotp > 1 and not shape.stage:
         yield 'on a CPU, DeepSpeed\'s own Adam is refused: "torch_adam": true in optimizer.params'
     yield "layers of experts, pipeline engines and loaders of an unknown kind are refused when the engine is built"

@@ -8,6 +8,7 @@ may be one step older: the loop takes that step again. Copies are restored into 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.utils import groups
@@ -26,6 +28,7 @@ from ntp_plugin.deepspeed.engine_counters import count
 from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.full_width_state import FullWidthState, hand_over
 from ntp_plugin.deepspeed.inventory import refuse_unknown
+from ntp_plugin.deepspeed.sharded_weights import is_sharded
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.membership.agreement import Agreed
@@ -110,7 +113,9 @@ class EngineTrainer:
             self._replicas = FullWidthReplicas(engine, topology, rank=self._rank)
         window.replicas = self._replicas
         if int(engine.zero_optimization_stage()):
-            self._zero = ZeroState(engine, self._replicas)
+            everybody = range(topology.size)
+            alone = functools.partial(self._rank.groups.alone, everybody)
+            self._zero = ZeroState(engine, self._replicas, built_alone=alone)
             self._copy(engine, policy, self._zero)
         elif isinstance(self._replicas, FullWidthReplicas):
             self._state = FullWidthState(engine, self._replicas)
@@ -164,13 +169,17 @@ class EngineTrainer:
         return WhoTrains(trains=there, present=there, lost_nodes=surviving.lost_nodes)
 
     def weights(self) -> Iterator[Weight]:
-        """Yield what this slot holds of the model."""
+        """Yield what this slot holds of the model; with ZeRO-3 nothing, since no other rank holds the same."""
         replicas = self._replicas
-        for name, values in self._engine.module.named_parameters():
+        for name, values in self._whole_parameters():
             yield Weight(tensor_slice=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
 
+    def _whole_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        named = self._engine.module.named_parameters()
+        yield from ((name, parameter) for name, parameter in named if not is_sharded(parameter))
+
     def replicated_state(self) -> ReplicatedState:
-        """Yield what every replica holds: with ZeRO only the weights."""
+        """Yield what every replica holds: with ZeRO only the weights, with ZeRO-3 nothing."""
         replicas = self._replicas
         if isinstance(replicas, CutReplicas):
             yield from replicas.replicated_state()
@@ -179,7 +188,7 @@ class EngineTrainer:
         for entry in self._state.replicated_state(of) if self._zero is None else ():
             stepped.add(entry[0])
             yield entry
-        for name, values in self._engine.module.named_parameters():
+        for name, values in self._whole_parameters():
             tensor_slice = dataclasses.replace(replicas.part(name), whole=of)
             if tensor_slice.tensor not in stepped:
                 yield tensor_slice.tensor, "", tensor_slice, {WEIGHT: values}
@@ -239,7 +248,7 @@ class EngineTrainer:
         self._window.checkpoints.refuse_to_end_behind()
 
     def _share_saved(self) -> None:
-        gathered: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+        gathered: list[tuple[int, tuple[str, ...]] | None] = [None] * dist.get_world_size()
         checkpoints = self._window.checkpoints
         dist.all_gather_object(gathered, checkpoints.saved)
         if self._joiner:
@@ -309,7 +318,7 @@ class EngineTrainer:
             return
         # a checkpoint records its number of shards
         engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
-        if not engine.use_node_local_storage():
+        if not (engine.use_node_local_storage() or self._window.gathers_weights):  # with ZeRO-3 each rank writes
             writes = engine.checkpoint_engine.is_data_parallel_writer
             engine.save_non_zero_checkpoint = writes(groups._get_sequence_data_parallel_rank())
 

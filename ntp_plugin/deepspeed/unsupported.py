@@ -13,7 +13,7 @@ from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.job_check import UnsupportedOption
 
 _FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
-_WHAT_WORKS = "train with ZeRO stage 0, 1 or 2, data parallel, with AutoTP or with an mpu's tensor parallelism"
+_WHAT_WORKS = "train with ZeRO, data parallel, with AutoTP (stages 0 to 2) or with an mpu's tensor parallelism"
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
@@ -54,12 +54,8 @@ def unsupported_keys(raw: Mapping[str, Any], zero: Any) -> Iterator[UnsupportedO
     autocast = bool(raw.get("torch_autocast", {}).get("enabled"))
     operation = raw.get("gradient_allreduce_op", "mean")
     found = (
-        ("zero_optimization.stage = 3", "shards the parameters", int(zero.stage) > 2),
-        (
-            "zero_optimization.offload_optimizer",
-            "keeps state where it is not copied",
-            zero.offload_optimizer is not None,
-        ),
+        *_unsupported_stage_3(zero, cuts=cuts),
+        *_unsupported_offload(zero),
         ("zero_optimization.zenflow", "is not built", getattr(zero, "zenflow", None) is not None),
         (
             "tensor_parallel.autotp_size > 1 with sparse_gradients",
@@ -87,6 +83,38 @@ def unsupported_keys(raw: Mapping[str, Any], zero: Any) -> Iterator[UnsupportedO
         ("compile.deepcompile", "is not built", bool(raw.get("compile", {}).get("deepcompile"))),
     )
     yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
+
+
+def _unsupported_stage_3(zero: Any, *, cuts: bool) -> Iterator[tuple[str, str, bool]]:
+    """Yield flags of ZeRO-3, why each is unsupported, and whether it is set."""
+    if int(zero.stage) < 3:
+        return
+    block, needs_cuda = "zero_optimization", "calls kernels that exist for CUDA alone, and has not been run"
+    yield "tensor_parallel.autotp_size > 1 with ZeRO-3", "shards parts that a loss cuts anew", cuts
+    yield f"{block}.zero_hpz_partition_size > 1", "keeps second slices, which are not restored", hpz_size(zero) > 1
+    yield f"{block}.zero_quantized_weights", needs_cuda, bool(zero.zero_quantized_weights)
+    yield f"{block}.zero_quantized_nontrainable_weights", needs_cuda, bool(zero.zero_quantized_nontrainable_weights)
+    yield f"{block}.zero_quantized_gradients", needs_cuda, bool(zero.zero_quantized_gradients)
+
+
+def _unsupported_offload(zero: Any) -> Iterator[tuple[str, str, bool]]:
+    """Yield flags of offloading, why each is unsupported, and whether it is set. State in a host's memory is copied
+    from there."""
+    on_disk = "keeps state on a disk, where it is not copied"
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, name)
+        is_on_disk = offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+        yield f"zero_optimization.{name}.device = nvme", on_disk, is_on_disk
+    optimizer = zero.offload_optimizer
+    ratio = optimizer is not None and optimizer.ratio < 1
+    yield "zero_optimization.offload_optimizer.ratio < 1", "steps a part by another optimizer, before the vote", ratio
+    super_offload = optimizer is not None and bool(getattr(optimizer, "super_offload", False))
+    yield "zero_optimization.offload_optimizer.super_offload", "steps in a process of its own", super_offload
+
+
+def hpz_size(zero: Any) -> int:
+    """Return the number of ranks over which ZeRO-3 shards a second time; 1 if it does not."""
+    return int(zero.zero_hpz_partition_size)
 
 
 def _unsupported_mpu(mpu: Any, *, cuts: bool) -> Iterator[UnsupportedOption]:
@@ -168,10 +196,11 @@ def refuse_engine(engine: Any) -> None:
             "DeepSpeed's FusedAdam in half precision, without ZeRO, flattens what AutoTP has cut (FP16_Optimizer)",
             fix='"torch_adam": true in optimizer.params, or ZeRO stage 1 or 2',
         )
-    if rounds_by_place(engine.basic_optimizer):
+    if engine.autotp_size() > 1 and not engine.zero_optimization_stage() and rounds_by_place(engine.basic_optimizer):
         raise Refused(
-            "DeepSpeed's FusedAdam on a CPU rounds an element by its place in memory, so layouts differ",
-            fix='"torch_adam": true in optimizer.params',
+            "DeepSpeed's FusedAdam on a CPU rounds an element by its place in memory, so that replicas of different"
+            " width would differ",
+            fix='"torch_adam": true in optimizer.params, or ZeRO',
         )
     of_model, accumulated = engine.get_data_types()
     if engine.autotp_size() > 1 and of_model != accumulated:

@@ -1,18 +1,21 @@
-"""ZeRO-1 and ZeRO-2: shards as slices of tensors, rebuilt for the members, filled from copies.
+"""ZeRO: shards as slices of tensors, rebuilt for the members, filled from copies.
 
 A rank steps its shard of the flattened parameters, and nobody else holds it. A flat shard is described as slices of
 whole tensors, with padding that belongs to none. After a change of the membership, DeepSpeed's own constructor rebuilds
 the optimizer for the members, in the object that the script and the scheduler hold; then the shards are filled from
-copies, and the weights are computed from them.
+copies, and the weights are computed from them. With ZeRO-3 the weights are sharded as well, and a parameter that nobody
+steps is in the copies too, because each of its slices is held once.
 
 If AutoTP has cut the model, a parameter is a part of a tensor, and DeepSpeed shards over the slots that hold the same
 part. While a rank is lost the parts have other sizes and are sharded lane by lane: the object then has another class
 (`lane_zero.py`), and is DeepSpeed's own again when all ranks are back.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,8 +35,15 @@ from ntp_plugin.training.optimizers import element_wise
 class ZeroState:
     """One rank's state in a job with ZeRO."""
 
-    def __init__(self, engine: Any, replicas: CutReplicas | FullWidthReplicas) -> None:
-        self._engine, self._replicas = engine, replicas
+    def __init__(
+        self,
+        engine: Any,
+        replicas: CutReplicas | FullWidthReplicas,
+        *,
+        built_alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`built_alone`: a context in which the collectives of all ranks are answered without them."""
+        self._engine, self._replicas, self._built_alone = engine, replicas, built_alone
         self._cut = replicas if isinstance(replicas, CutReplicas) else None
         element_wise(engine.basic_optimizer)
         zero = engine.optimizer
@@ -79,7 +89,7 @@ class ZeroState:
         engine, zero = self._engine, self._zero
         basic = engine.basic_optimizer
         basic.param_groups = self._groups
-        zero.destroy()
+        self._kind.dismantle(zero)
         for group, parameters in zip(basic.param_groups, self._parameters, strict=True):
             group["params"] = list(parameters)
             for parameter in parameters:
@@ -89,7 +99,8 @@ class ZeroState:
         in_lanes = self._cut is not None and bool(self._cut.lanes)
         zero.__class__ = LaneZero if in_lanes else self._nominal
         init = functools.partial(zero.__init__, shards=self._shards) if in_lanes else zero.__init__
-        self._kind.make_again(zero, engine, init)
+        with self._built_alone() if self._kind.gathers_when_built else contextlib.nullcontext():
+            self._kind.make_again(zero, engine, init)
         if engine._support_torch_style_backward:
             zero.register_grad_acc_post_hook(engine._backward_post_hook)
 

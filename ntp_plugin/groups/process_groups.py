@@ -365,7 +365,7 @@ class ElasticGroups:
         with contextlib.ExitStack() as until_then:
             for group in self._groups:
                 if set(group.slots) <= set(slots):  # also a group of this slot alone: a joining rank's is unconnected
-                    rank, size = group.slots.index(self.slot), len(group.slots)
+                    rank, size = group.members.index(self.slot), len(group.members)
                     for backend in group.backends().values():
                         until_then.enter_context(backend.alone(rank, size))
             yield

@@ -5,15 +5,19 @@ used. It is torch's own fake backend, so it supports every collective, also thos
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
 BackendType = dist.ProcessGroup.BackendType
-_NOBODY = BackendType(15)
-"""A type without a name in torch: a group has one backend per type, the first that it was given."""
+_LAST = 255
+_types: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Any]] = weakref.WeakKeyDictionary()
+"""The type of each group's fake backends, by rank and size. A group keeps one backend per type, the first that it was
+given; so each rank and size has a type of its own, without a name in torch, counted down from the last."""
 
 
 @contextlib.contextmanager
@@ -21,10 +25,11 @@ def fake_backend_for(
     group: dist.ProcessGroup, kind: BackendType, device: torch.device, *, rank: int, size: int, default: bool
 ) -> Iterator[None]:
     """Replace the backend of this kind and device; with `default` also the one of the group's rank and size."""
-    nobody = FakeProcessGroup._create_internal(rank, size)
-    group._register_backend(device, _NOBODY, nobody)
+    types = _types.setdefault(group, {})
+    nobody = types.setdefault((rank, size), BackendType(_LAST - len(types)))
+    group._register_backend(device, nobody, FakeProcessGroup._create_internal(rank, size))
     if default:
-        group._set_default_backend(_NOBODY)
+        group._set_default_backend(nobody)
     try:
         yield
     finally:

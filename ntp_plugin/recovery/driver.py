@@ -185,9 +185,9 @@ class Driver:
                 return
             except PeerLost:
                 continue
-            except RuntimeError:
+            except RuntimeError as error:
                 failures += 1
-                if not self._a_loss_follows() and not self._try_again(agreed, failures):
+                if not self._a_loss_follows() and not self._try_again(agreed, failures, error):
                     raise
 
     @contextlib.contextmanager
@@ -222,7 +222,7 @@ class Driver:
         addresses_by_slot = {slot: report.addresses for slot, report in agreed.reports.items()}
         self._groups.regroup(agreed.view.epoch, addresses_by_slot, timeout_s=self._patience.regroup_s)
 
-    def _try_again(self, agreed: Agreed, failures: int) -> bool:
+    def _try_again(self, agreed: Agreed, failures: int, error: RuntimeError) -> bool:
         """Whether to regroup again, in a new epoch and without joining ranks.
 
         Called after an edit that failed without a loss, or when groups were not ready in time. The joining ranks may be
@@ -233,7 +233,9 @@ class Driver:
         if failures > self._patience.regroup_again or len(joiners) == len(agreed.reports):
             return False
         if joiners:
-            _LOG.warning("connecting failed; going on without the joining ranks: slots %s", joiners)
+            _LOG.warning(
+                "a recovery failed without a loss (%s); going on without the joining ranks: slots %s", error, joiners
+            )
         self._agreement.propose_without(joiners)
         return True
 

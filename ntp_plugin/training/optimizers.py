@@ -49,6 +49,8 @@ _FUSED_ADAM = ElementWise(
 _DEEPSPEEDS_ADAM = ElementWise(
     cut=("exp_avg", "exp_avg_sq"), kept=("step",), of_last=("step",), carries="multi_tensor_adam"
 )
+_DEEPSPEEDS_CPU_ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq"), kept=("step",), carries="ds_opt_adam")
+"""It rounds an element by its place: it computes blocks of several at once, and the rest otherwise."""
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
 _MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn", steps_matrices=True)
@@ -62,6 +64,7 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("apex.optimizers.fused_adam", "FusedAdam"): _FUSED_ADAM,
     ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"): _DEEPSPEEDS_ADAM,
+    ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"): _DEEPSPEEDS_CPU_ADAM,
     ("megatron.core.optimizer.emerging_optimizers", "TensorParallelMuon"): _MUON,
 }
 """The known optimizers, by the module that defines the class, and its name."""
@@ -163,7 +166,8 @@ class Numbers:
         group: Mapping[str, Any] = self._group_of.get(parameter, {"params": ()})
         cut = {key for key in self._known.cut if isinstance(state.get(key), torch.Tensor)}
         found = {key: value for key, value in state.items() if key not in cut}
-        states = [self._optimizer.state.get(one, {}) for one in (group["params"] if self._known.of_last else ())]
+        counting = group["params"] or (parameter,)  # ZeRO-3 shows a group its parameters only within a step
+        states = [self._optimizer.state.get(one, {}) for one in (counting if self._known.of_last else ())]
         found |= {key: max(one[key] for one in states if key in one) for key in self._known.of_last if key in found}
         return dict(sorted((found | {key: group[key] for key in self._known.of_group if key in group}).items()))
 

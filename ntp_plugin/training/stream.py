@@ -16,18 +16,20 @@ from collections.abc import Iterator, Sequence
 class MicroBatch:
     """One micro-batch of the job, as the loader of its nominal rank numbers it."""
 
+    number: int
+    """In the global batch of its step."""
     data_epoch: int
     replica: int
     index: int
 
 
 def micro_batches(step: int, numbers: Sequence[int], *, per_step: int, per_data_epoch: int) -> list[MicroBatch]:
-    """The micro-batches of a step, counted from 0, by their numbers in its global batch."""
+    """The micro-batches of a step, counted from 0, by their numbers in its global batch, in the order of drawing."""
     found = []
     for number in numbers:
         replica, place = divmod(number, per_step)
         data_epoch, index = divmod(step * per_step + place, per_data_epoch)
-        found.append(MicroBatch(data_epoch=data_epoch, replica=replica, index=index))
+        found.append(MicroBatch(number=number, data_epoch=data_epoch, replica=replica, index=index))
     return sorted(found, key=lambda one: one.data_epoch)
 
 
@@ -49,6 +51,10 @@ class Stream:
 
     def _of(self, step: int) -> list[MicroBatch]:
         return micro_batches(step, self.numbers, per_step=self.per_step, per_data_epoch=self.per_data_epoch)
+
+    def order_of(self, step: int) -> list[int]:
+        """The numbers of the micro-batches of a step, in the order of drawing."""
+        return [one.number for one in self._of(step)]
 
     def peek(self) -> MicroBatch:
         """The next micro-batch."""

@@ -57,9 +57,17 @@ def test_in_half_precision(stage, tp, dtype):
     assert_no_further_than_torchs(spec, [kill(1, during="backward", step=6)], {1: 12})
 
 
-def test_on_a_cpu_it_is_refused():
+def test_on_a_cpu_it_is_refused_where_replicas_of_different_width_would_differ():
     with pytest.raises(Refused, match=r"DeepSpeed's FusedAdam on a CPU rounds an element by its place.*torch_adam"):
-        run(job(fused_adam="refused"))
+        run(job(fused_adam="refused", tp=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_cpus_own_kernel(stage):
+    """Replicas of one width are alike, and with ZeRO one rank steps each element."""
+    spec = job(stage=stage, fused_adam="own")
+    outcomes, rows = run(spec, faults=[kill(1, during="backward", step=6)], back={1: 12})
+    assert_same_training(outcomes, rows, spec)
 
 
 def test_state_of_fused_adam_is_in_the_table(monkeypatch):

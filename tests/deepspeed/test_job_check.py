@@ -31,7 +31,12 @@ JOBS = {
     "mpu": (config(stage=1), ["--tp", "4"]),
     "off": ({name: value for name, value in config().items() if name != "ntp"}, []),
     "several": (
-        config(stage=3, ntp={"route": "via_core"}, gradient_allreduce_op="sum", data_efficiency={"enabled": True}),
+        config(
+            zero_optimization={"stage": 3, "zero_hpz_partition_size": 2},
+            ntp={"route": "via_core"},
+            gradient_allreduce_op="sum",
+            data_efficiency={"enabled": True},
+        ),
         [],
     ),
     "one replica": (config(tp=8), []),
@@ -125,7 +130,7 @@ def test_all_unsupported_keys_are_named_at_once(found):
     check = found("several", 1)
     flags = [option["flag"] for option in check["unsupported"]]
     assert flags == [
-        "zero_optimization.stage = 3",
+        "zero_optimization.zero_hpz_partition_size > 1",
         "gradient_allreduce_op = sum",
         "data_efficiency",
         "ntp.route = via_core",

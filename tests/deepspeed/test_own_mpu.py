@@ -13,7 +13,7 @@ from tests.harness.zero.job import Job, run, undisturbed
 
 TWO = Job(ranks=4, tp=2, mpu=True)
 SHARDED = dataclasses.replace(TWO, stage=1)
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 
 
 @pytest.mark.short

@@ -31,9 +31,14 @@ def test_each_micro_batch_of_a_step_is_drawn_once_by_any_members(job, data):
     )
     counters = range(step * job["per_step"], (step + 1) * job["per_step"])
     assert found == Counter(
-        MicroBatch(data_epoch=counter // job["per_data_epoch"], replica=replica, index=counter % job["per_data_epoch"])
+        MicroBatch(
+            number=replica * job["per_step"] + place,
+            data_epoch=counter // job["per_data_epoch"],
+            replica=replica,
+            index=counter % job["per_data_epoch"],
+        )
         for replica in range(job["ranks"])
-        for counter in counters
+        for place, counter in enumerate(counters)
     )
 
 
@@ -43,7 +48,8 @@ def test_a_nominal_rank_draws_its_own_loader_turn_after_turn(job, replica):
     stream = Stream(per_step=job["per_step"], per_data_epoch=job["per_data_epoch"], numbers=numbers)
     for counter in range(25):
         data_epoch, index = divmod(counter, job["per_data_epoch"])
-        assert stream.peek() == MicroBatch(data_epoch=data_epoch, replica=replica, index=index)
+        number = numbers[counter % job["per_step"]]
+        assert stream.peek() == MicroBatch(number=number, data_epoch=data_epoch, replica=replica, index=index)
         stream.draw()
 
 
@@ -71,9 +77,9 @@ def test_a_stream_rewinds_to_a_step_with_another_share():
         drawn.append(stream.peek())
         stream.draw()
     assert drawn == [
-        MicroBatch(data_epoch=1, replica=0, index=1),
-        MicroBatch(data_epoch=1, replica=0, index=2),
-        MicroBatch(data_epoch=1, replica=1, index=1),
+        MicroBatch(number=0, data_epoch=1, replica=0, index=1),
+        MicroBatch(number=1, data_epoch=1, replica=0, index=2),
+        MicroBatch(number=2, data_epoch=1, replica=1, index=1),
     ]
     assert (stream.step, stream.drawn, stream.restarts) == (3, 0, 1)
 
@@ -88,3 +94,10 @@ def test_the_first_step_of_a_turn_is_the_first_whose_first_micro_batch_is_of_tha
     assert not first or stream.data_epoch_of(first - 1) < data_epoch
     stream.restart(first, range(per_step))
     assert stream.peek().data_epoch == stream.data_epoch_of(first)
+
+
+def test_micro_batches_of_the_earlier_data_epoch_are_drawn_first():
+    """Whoever needs the number of a micro-batch in hand, for its masks, asks for this order."""
+    stream = Stream(per_step=2, per_data_epoch=3, numbers=[1, 2])
+    assert stream.order_of(1) == [2, 1]
+    assert stream.order_of(0) == [1, 2]

@@ -10,8 +10,11 @@ from ntp_plugin.recovery.fault_points import FaultPoints
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.played_ranks import Asking, report_request, wait_until_they_ask
 
+SHARDED_FAULT_POINTS = ("gather-forward", "gather-backward", "scatter")
+"""Those of ZeRO-3 alone."""
 FAULT_POINTS = (
     *("forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "gather", "between", "save"),
+    *SHARDED_FAULT_POINTS,
     *("written", "within", "gradient", "evaluation"),
     *("report", "plan", "regroup", "resume", "rolled", "resumed"),
 )
@@ -25,9 +28,7 @@ FORWARDS = 3
 
 def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) -> None:
     """Report every fault point to the rank: those of a step by its number, those of a recovery by its epoch."""
-    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
-
-    from ntp_plugin.deepspeed.fault_points import report_recoveries  # noqa: PLC0415
+    from ntp_plugin.deepspeed.fault_points import report_recoveries, report_sharding  # noqa: PLC0415
     from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
 
     job = DeepSpeedJob.now
@@ -49,7 +50,7 @@ def report_fault_points(rank: Rank, engine: Any, job_of: Any, asking: Asking) ->
     fault_points.at(job.loop, "vote", "vote")
     fault_points.at(job.loop, "apply", "apply", "applied")
     fault_points.at(job.window.checkpoints, "write", None, "written")
-    fault_points.at(stage_1_and_2, "all_gather_dp_groups", "gather")
+    report_sharding(fault_points)
     if not rank.joining:
         report_recoveries(job, driver, rank.reached)
     _wait_for_joining_ranks(rank, job, asking)

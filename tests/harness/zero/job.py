@@ -1,7 +1,9 @@
 """Run a DeepSpeed job live in ranks of the harness, as `ntp run` starts it, while some ranks die."""
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,14 @@ from tests.harness.zero.models import CUT, Samples, Tokens, make_model, make_tra
 from tests.harness.zero.own_layers import Mpu, Own
 
 STEPS, RATE = 20, 1e-2
+SMALL = {
+    "stage3_param_persistence_threshold": 20,
+    "stage3_prefetch_bucket_size": 200,
+    "stage3_max_live_parameters": 1000,
+    "stage3_max_reuse_distance": 300,
+    "sub_group_size": 100,
+}
+"""Limits of ZeRO-3 for a small model: some parameters persist, some are prefetched, and groups are cut."""
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 """Dtypes that DeepSpeed trains in with masters in float32."""
 
@@ -46,8 +56,17 @@ class Job:
     enabled: bool = True
     ntp: tuple[tuple[str, Any], ...] = ()
     more: tuple[tuple[str, Any], ...] = ()
+    zero: str = "{}"
+    """Further keys of `zero_optimization`, as JSON."""
+    torch_adam_offloaded: bool = False
+    """Torch's Adam steps what is offloaded, in place of DeepSpeed's CPUAdam."""
+    zero_init: bool = False
+    """The model is made sharded, by `deepspeed.zero.Init`."""
+    saves_model: int = 0
+    """The step after which it writes the model alone, by `save_16bit_model`."""
     fused_adam: str = ""
-    """DeepSpeed's own in place of torch's: "known", or "refused" as on any CPU."""
+    """DeepSpeed's in place of torch's: "own", or its class with a kernel of torch's, which is "known" to treat each
+    element alike, or "refused" where it is taken for the CPU's."""
     dropout: float = 0.0
     own_loader: bool = False
     """The script makes its loader, and shuffles again in each data epoch."""
@@ -113,8 +132,11 @@ class Job:
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": 500,
-                "reduce_scatter": self.dtype != "float64",  # ZeRO-2 refuses to, in float64
+                "reduce_scatter": self.dtype != "float64",  # ZeRO-2 and ZeRO-3 refuse to, in float64
+                **(SMALL if self.stage > 2 else {}),
+                **json.loads(self.zero),
             },
+            "zero_force_ds_cpu_optimizer": not self.torch_adam_offloaded,
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
             **({HALVES[self.dtype]: {"enabled": True}} if self.dtype in HALVES else {}),
             **(
@@ -202,7 +224,7 @@ class Play:
 
         if self.job.dtype == "float64":
             emulate_in_float64()
-        if self.job.fused_adam:
+        if self.job.fused_adam not in ("", "own"):
             fused_adam.install(refused=self.job.fused_adam == "refused")
         seen = _Loop(self.job, rank, self.asking).train()
         ours.end()
@@ -214,9 +236,9 @@ def emulate_in_float64() -> None:
     difference beyond the rounding of float64 is a fault."""
     import deepspeed  # noqa: PLC0415
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
-    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
+    from deepspeed.runtime.zero import stage3, stage_1_and_2  # noqa: PLC0415
 
-    accelerator, zero = get_accelerator(), stage_1_and_2.DeepSpeedZeroOptimizer
+    accelerator = get_accelerator()
     types = accelerator.supported_dtypes()
     accelerator.supported_dtypes = lambda: [*types, torch.float64]
     deepspeed.DeepSpeedEngine.communication_data_type = property(lambda _: torch.float64)
@@ -224,7 +246,8 @@ def emulate_in_float64() -> None:
     deepspeed.DeepSpeedEngine.get_data_types = lambda engine: (
         (torch.float64, torch.float64) if engine.zero_optimization_stage() else types_of(engine)
     )
-    zero.master_weights_and_grads_dtype = property(lambda _: torch.float64, lambda *_: None)
+    for zero in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
+        zero.master_weights_and_grads_dtype = property(lambda _: torch.float64, lambda *_: None)
 
 
 class _Loop:
@@ -237,13 +260,11 @@ class _Loop:
         dtype: torch.dtype = getattr(torch, job.dtype)
         of_model = torch.float32 if job.dtype in HALVES else dtype
         self.mpu = Mpu(job.tp) if job.mpu else None
-        self.model = (
-            Own(self.mpu).to(of_model)
-            if self.mpu is not None
-            else make_transformer(job.transformer)
-            if job.transformer
-            else make_model(of_model, job.dropout, cut=job.tp > 1 or job.pair)
-        )
+        if job.zero_init:
+            deepspeed.init_distributed()
+        sharded = deepspeed.zero.Init(config_dict_or_path=job.config) if job.zero_init else contextlib.nullcontext()
+        with sharded:
+            self.model = self._make_model(of_model)
         if job.unlike and rank.slot == 1:
             dict(self.model.named_parameters())["norm.weight"].data[3] += 1
         if job.frozen:
@@ -273,6 +294,14 @@ class _Loop:
         if job.enabled:
             report_fault_points(rank, self.engine, job, asking)
 
+    def _make_model(self, dtype: torch.dtype) -> torch.nn.Module:
+        job = self._job
+        if self.mpu is not None:
+            return Own(self.mpu).to(dtype)
+        if job.transformer:
+            return make_transformer(job.transformer)
+        return make_model(dtype, job.dropout, cut=job.tp > 1 or job.pair)
+
     @torch.no_grad()
     def _evaluate(self, loader: Any) -> None:
         for number, (_, x, _) in enumerate(loader):
@@ -297,8 +326,9 @@ class _Loop:
                 if self._job.tp > 1 and self._job.dropout and self._is_fresh:
                     self._rank.write([["drawn", before + 1, self._rank.slot, self._epoch, torch.rand(()).item()]])
                 self._reached("backward")
+                repeats = self._repeats
                 engine.backward(loss)
-                if self._job.enabled and self._counts:
+                if self._job.enabled and self._counts and not repeats:
                     self._rank.write([["micro", before + 1, self._epoch, float(loss.detach()), *numbers.tolist()]])
                 self._reached("accumulated")
                 engine.step()
@@ -314,13 +344,19 @@ class _Loop:
             self._end_turn(epoch)
         return self._seen()
 
+    def _weights(self) -> dict[str, Any]:
+        import deepspeed  # noqa: PLC0415
+
+        with deepspeed.zero.GatheredParameters(list(self.model.parameters()), enabled=self._job.stage > 2):
+            return {
+                name + f" of {self._rank.slot % self._job.tp}" * self._job.mpu: value.detach().double().numpy().copy()
+                for name, value in self.model.named_parameters()
+            }
+
     def _seen(self) -> Seen:
         engine = self.engine
         return Seen(
-            weights={
-                name + f" of {self._rank.slot % self._job.tp}" * self._job.mpu: value.detach().double().numpy().copy()
-                for name, value in self.model.named_parameters()
-            },
+            weights=self._weights(),
             losses=self._losses,
             norms=self._norms,
             rates=engine.get_lr(),
@@ -342,6 +378,9 @@ class _Loop:
         evaluates = self.engine.global_steps == self._job.evaluates
         if evaluates:
             self._go_forward_only(x)
+        if self.engine.global_steps == self._job.saves_model:
+            self._reached("save")
+            self.engine.save_16bit_model(self._job.folder)
         if self.engine.global_steps == self._job.saves:
             self._save()
             if evaluates:
@@ -411,6 +450,12 @@ class _Loop:
 
         assert DeepSpeedJob.now is not None, "the engine is one that can lose ranks"
         return self._is_fresh and DeepSpeedJob.now.window.replicas.is_replica_leader
+
+    @property
+    def _repeats(self) -> bool:
+        from ntp_plugin.deepspeed.job import DeepSpeedJob  # noqa: PLC0415
+
+        return self._job.stage > 2 and DeepSpeedJob.now is not None and DeepSpeedJob.now.window.repeats
 
     @property
     def _epoch(self) -> int:
