@@ -20,6 +20,7 @@ from ntp_plugin.deepspeed.full_width_replicas import AskedOfGroups
 from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
+from ntp_plugin.deepspeed.unsupported import adapters_are_named
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -97,7 +98,8 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
         job.refuse(engine, config, policy, mpu)
         if mpu is not None:
             kwargs["mpu"] = AskedOfGroups(mpu)
-        original(engine, *args, **kwargs)
+        with adapters_are_named(engine, config):
+            original(engine, *args, **kwargs)
         job.take(engine, policy)
 
     return build

@@ -125,7 +125,7 @@ class CutReplicas:
         return is_replica_leader(self._plan, self._slot)
 
     weight = 1.0
-    """Factor of a loss: gradients are divided by the nominal number of replicas."""
+    """Factor of a loss: the sum of gradients is divided as when nobody is lost."""
     lane = None
     """The group whose ranks hold the same of tensors that are not moved in parts; None for all ranks."""
     lanes_apart = 1
@@ -148,9 +148,9 @@ class CutReplicas:
         return [[sum(slot.replica == replica for slot in self._plan.training)] for replica in range(self._topology.dp)]
 
     @property
-    def replicas(self) -> int:
-        """The nominal number of replicas."""
-        return self._topology.dp
+    def divisor(self) -> int:
+        """What the sum of all gradients is divided by: the nominal number of replicas, or nothing."""
+        return self._topology.dp if self._engine.gradient_average else 1
 
     @property
     def why_none_is_saved(self) -> str:
@@ -276,7 +276,7 @@ class CutReplicas:
                 gradients[name] = parameter.grad
         GradientLanes(only(self.lanes, gradients), gradients).finish()
         for gradient in gradients.values():
-            gradient.div_(self.replicas)
+            gradient.div_(self.divisor)
 
     @torch.no_grad()
     def _clip(self) -> None:

@@ -1,9 +1,9 @@
 """The engine's counters when an accumulation window begins, and how to restore them.
 
-The counters are steps, samples, the learning-rate schedule and the loss scale. An accumulation window that restarts
-begins from the same counters; a joining rank receives them; and each copy of the state carries them, as JSON. What a
-user's scheduler keeps is written as data (`plain_data.py`), and refused if it is not plain data. The state of the
-random number generators belongs to a rank, and is restored where that rank restarts.
+The counters are steps, samples, the learning-rate schedule, the loss scale, and how many tokens random LTD keeps. An
+accumulation window that restarts begins from the same counters; a joining rank receives them; and each copy of the
+state carries them, as JSON. What a user's scheduler keeps is written as data (`plain_data.py`), and refused if it is
+not plain data. The state of the random number generators belongs to a rank, and is restored where that rank restarts.
 """
 
 import functools
@@ -33,6 +33,8 @@ def count(engine: Any) -> dict[str, Any]:
             what=_GROUPS,
         ),
         "scaler": {name: getattr(_scaler(engine), name, None) for name in _OF_A_SCALER},
+        "autocast": None if (autocast := _autocast_scaler(engine)) is None else autocast.state_dict(),
+        "random_ltd": dict(engine.random_ltd_scheduler.state_dict()) if engine.random_ltd_enabled() else None,
     }
 
 
@@ -50,12 +52,24 @@ def adopt(engine: Any, counted: Mapping[str, Any]) -> None:
     for name, value in counted["scaler"].items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+    autocast = _autocast_scaler(engine)
+    if autocast is not None:
+        autocast.load_state_dict(counted["autocast"])
+        autocast._per_optimizer_states.clear()  # else a step that is taken again has unscaled its gradients twice
+    if engine.random_ltd_enabled():
+        engine.random_ltd_scheduler.load_state_dict(counted["random_ltd"])
 
 
 def _scaler(engine: Any) -> Any:
     """Return the object that keeps the loss scale; in float32 it has none of the attributes."""
     wrapper = engine.optimizer
     return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
+
+def _autocast_scaler(engine: Any) -> Any:
+    """Return the scaler of `torch_autocast` in fp16, which is the optimizer's own with ZeRO; else None."""
+    with_zero = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return with_zero or engine.torch_autocast_z0_gradscaler
 
 
 def drawn_from() -> list[torch.Tensor]:

@@ -49,6 +49,7 @@ class FullWidthReplicas:
         """Whether all ranks take part in every forward (ZeRO-3)."""
         self._slot = topology.slot_of(rank.place.slot)
         self._parameters = dict(engine.module.named_parameters())
+        self._averages: bool = engine.gradient_average
         self._batch = NominalBatch(
             replicas=topology.dp,
             per_replica=engine.gradient_accumulation_steps(),
@@ -85,8 +86,8 @@ class FullWidthReplicas:
     @property
     def weight(self) -> float:
         """Factor of a loss, so that DeepSpeed's mean over the surviving replicas equals the mean over the nominal
-        ones."""
-        return len(self._left) / self._topology.dp
+        ones; a sum over all micro-batches stays what it is."""
+        return len(self._left) / self._topology.dp if self._averages else 1.0
 
     @property
     def is_replica_leader(self) -> bool:

@@ -23,7 +23,7 @@ from ntp_plugin.deepspeed.sharded_weights import shape_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.reduction.stepped import Stepped, parts
-from ntp_plugin.training.optimizers import element_wise, refuse_unknown_state
+from ntp_plugin.training.optimizers import kept_by, refuse_unknown_state
 
 
 class Lanes(Protocol):
@@ -45,7 +45,7 @@ class FullWidthState:
 
     def __init__(self, engine: Any, lanes: Lanes) -> None:
         self._engine, self._lanes = engine, lanes
-        known = element_wise(engine.basic_optimizer)
+        known = kept_by(engine.basic_optimizer)
         for name, parameter in self._steps():
             refuse_unknown_state(known, name, parameter, engine.basic_optimizer.state.get(parameter, {}))
 
@@ -70,7 +70,7 @@ class FullWidthState:
 
     def _described(self) -> list[dict[str, Any]]:
         """Return what the optimizer keeps, parameter by parameter: a dtype for tensors of its shape, else the value."""
-        cut, found = element_wise(self._engine.basic_optimizer).cut, []
+        cut, found = kept_by(self._engine.basic_optimizer).cut, []
         for _, parameter in self._steps():
             state = self._engine.basic_optimizer.state.get(parameter, {})
             found.append(

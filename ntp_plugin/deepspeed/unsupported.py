@@ -1,37 +1,77 @@
 """Options that the plugin does not support in a DeepSpeed job, refused when the engine is built."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 
 from ntp_plugin.config.sections import ActionsPolicy, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.job_check import UnsupportedOption
 
+type _Reason = tuple[str, str, bool]
+"""A key, what it does, and whether the configuration has it."""
+
 _FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
+_OTHER_THAN_ADAGRAD = "another optimizer, or ZeRO stage 0"
+MADE_ANEW = "is made anew within ZeRO, by DeepSpeed, and the engine keeps one that steps nothing"
 _WHAT_WORKS = "train with ZeRO, data parallel, with AutoTP (stages 0 to 2) or with an mpu's tensor parallelism"
 
 
 def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
-    """Raise for the first unsupported option, before anything is built."""
-    cuts = config._param_dict.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+    """Raise `Refused` with all unsupported options of a configuration, before anything is built."""
+    raw = config._param_dict
+    cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
     refuse_lost(policy)
     if type(engine) is not DeepSpeedEngine:
         raise Refused(f"{type(engine).__name__} cannot go on after a loss", fix=_WHAT_WORKS)
-    for option in (*unsupported_keys(config._param_dict, config.zero_config), *_unsupported_mpu(mpu, cuts=cuts)):
-        _refuse(option)
+    refuse_all(
+        [
+            *unsupported_keys(raw, config.zero_config),
+            *_unsupported_mpu(mpu, cuts=cuts),
+            *unsupported_ntp_keys(policy, cuts=cuts, mpu=mpu is not None),
+        ]
+    )
     if mpu is not None:
         refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
-    for option in unsupported_ntp_keys(policy, cuts=cuts, mpu=mpu is not None):
-        _refuse(option)
 
 
-def _refuse(option: UnsupportedOption) -> NoReturn:
-    raise Refused(str(option), fix=option.fix)
+def refuse_all(found: Sequence[UnsupportedOption]) -> None:
+    """Raise one `Refused` for all of these options, if there are any."""
+    if len(found) == 1:
+        raise Refused(str(found[0]), fix=found[0].fix)
+    if found:
+        fixes = dict.fromkeys(option.fix for option in found)
+        raise Refused(
+            f"{len(found)} options are not supported: {'; '.join(map(str, found))}",
+            fix="; ".join(fixes),
+        )
+
+
+@contextlib.contextmanager
+def adapters_are_named(engine: Any, config: Any) -> Iterator[None]:
+    """Raise `Refused` where DeepSpeed cannot build an engine with AutoTP, ZeRO and parameters that are not trained."""
+    try:
+        yield
+    except (KeyError, IndexError) as error:
+        cuts = config._param_dict.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+        module = getattr(engine, "module", None)
+        if not cuts or not int(config.zero_config.stage) or module is None:
+            raise
+        frozen = sum(not parameter.requires_grad for parameter in module.parameters())
+        if not frozen:
+            raise
+        raise Refused(
+            f"DeepSpeed cannot build ZeRO over a model that AutoTP has cut and that has {frozen} parameters which are"
+            f" not trained ({type(error).__name__}, also without ntp): AutoTP has replaced some that the optimizer got,"
+            " as with adapters (LoRA)",
+            fix="leave tensor_parallel.autotp_size out, or the adapters",
+        ) from error
 
 
 def refuse_lost(policy: TrainingPolicy) -> None:
@@ -51,70 +91,94 @@ def unsupported_keys(raw: Mapping[str, Any], zero: Any) -> Iterator[UnsupportedO
         zero: Its `zero_optimization` as DeepSpeed reads it.
     """
     cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
-    autocast = bool(raw.get("torch_autocast", {}).get("enabled"))
-    operation = raw.get("gradient_allreduce_op", "mean")
-    found = (
-        *_unsupported_stage_3(zero, cuts=cuts),
-        *_unsupported_offload(zero),
-        ("zero_optimization.zenflow", "is not built", getattr(zero, "zenflow", None) is not None),
-        (
-            "tensor_parallel.autotp_size > 1 with sparse_gradients",
-            "is not built",
-            cuts and bool(raw.get("sparse_gradients")),
-        ),
-        (
-            "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast",
-            "reduces gradients in several dtypes",
-            cuts and int(zero.stage) > 0 and autocast,
-        ),
-        (
-            "gradient_allreduce_op = sum",
-            "grows with the number of ranks",
-            isinstance(operation, str) and operation.lower() == "sum",
-        ),
-        ("sequence_parallel_size > 1", "is not built", raw.get("sequence_parallel_size", 1) > 1),
-        (
-            "managed_gradient_accumulation = false",
-            "hides which micro-batches a step has",
-            raw.get("managed_gradient_accumulation", True) is False,
-        ),
-        ("curriculum_learning", "draws by itself", bool(raw.get("curriculum_learning", {}).get("enabled"))),
-        ("data_efficiency", "draws by itself", bool(raw.get("data_efficiency", {}).get("enabled"))),
-        ("compile.deepcompile", "is not built", bool(raw.get("compile", {}).get("deepcompile"))),
+    of_zero = (_of_zero(zero), _of_stage_3(zero, cuts=cuts), _of_offloading(zero))
+    for found in (*of_zero, _of_autotp(raw, zero), _of_the_loop(raw), _of_the_engine(raw)):
+        yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
+
+
+def _of_zero(zero: Any) -> Iterator[_Reason]:
+    yield (
+        "zero_optimization.zenflow",
+        "applies gradients of one step in later ones, from the host's memory, where they are not copied",
+        zero.zenflow is not None,
     )
-    yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
 
 
-def _unsupported_stage_3(zero: Any, *, cuts: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield flags of ZeRO-3, why each is unsupported, and whether it is set."""
+def _of_autotp(raw: Mapping[str, Any], zero: Any) -> Iterator[_Reason]:
+    cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+    yield (
+        "tensor_parallel.autotp_size > 1 with ZeRO and torch_autocast",
+        "reduces gradients in several dtypes",
+        cuts and int(zero.stage) > 0 and bool(raw.get("torch_autocast", {}).get("enabled")),
+    )
+
+
+def _of_the_loop(raw: Mapping[str, Any]) -> Iterator[_Reason]:
+    yield (
+        "managed_gradient_accumulation = false",
+        "has the loop decide after which micro-batch a step is taken, so that a rank cannot get those of a lost one",
+        raw.get("managed_gradient_accumulation", True) is False,
+    )
+    sampling = raw.get("data_efficiency", {}).get("data_sampling", {})
+    yield (
+        "data_efficiency.data_sampling",
+        "draws its samples by itself, so that nobody knows what a lost rank would have drawn",
+        bool(sampling.get("enabled") or sampling.get("curriculum_learning", {}).get("enabled")),
+    )
+
+
+def _of_the_engine(raw: Mapping[str, Any]) -> Iterator[_Reason]:
+    yield (
+        "sequence_parallel_size > 1",
+        "has several ranks compute one sample, none of which can do so alone",
+        raw.get("sequence_parallel_size", 1) > 1,
+    )
+    yield (
+        "compile.deepcompile",
+        "puts collectives into the compiled graph, where a loss cannot interrupt them",
+        bool(raw.get("compile", {}).get("deepcompile")),
+    )
+    yield "expert_parallel", "spreads experts over ranks", bool(raw.get("expert_parallel", {}).get("enabled"))
+    yield "hybrid_engine", "also generates with its weights", bool(raw.get("hybrid_engine", {}).get("enabled"))
+    yield (
+        "checkpoint.writer",
+        "plans once which ranks write which part of a file, and a lost rank's part would be missing",
+        bool(raw.get("checkpoint", {}).get("writer")),
+    )
+    yield (
+        "datastates_ckpt",
+        "writes a checkpoint while the next steps are taken, and a lost rank's file would be missing",
+        raw.get("datastates_ckpt", False) is not False,
+    )
+
+
+def _of_stage_3(zero: Any, *, cuts: bool) -> Iterator[_Reason]:
     if int(zero.stage) < 3:
         return
     block, needs_cuda = "zero_optimization", "calls kernels that exist for CUDA alone, and has not been run"
     yield "tensor_parallel.autotp_size > 1 with ZeRO-3", "shards parts that a loss cuts anew", cuts
-    yield f"{block}.zero_hpz_partition_size > 1", "keeps second slices, which are not restored", hpz_size(zero) > 1
+    yield (
+        f"{block}.zero_hpz_partition_size > 1",
+        "keeps second slices, which are not restored",
+        int(zero.zero_hpz_partition_size) > 1,
+    )
     yield f"{block}.zero_quantized_weights", needs_cuda, bool(zero.zero_quantized_weights)
     yield f"{block}.zero_quantized_nontrainable_weights", needs_cuda, bool(zero.zero_quantized_nontrainable_weights)
     yield f"{block}.zero_quantized_gradients", needs_cuda, bool(zero.zero_quantized_gradients)
 
 
-def _unsupported_offload(zero: Any) -> Iterator[tuple[str, str, bool]]:
-    """Yield flags of offloading, why each is unsupported, and whether it is set. State in a host's memory is copied
-    from there."""
+def _of_offloading(zero: Any) -> Iterator[_Reason]:
+    """State in a host's memory is copied from there."""
     on_disk = "keeps state on a disk, where it is not copied"
     for name in ("offload_optimizer", "offload_param"):
         offload = getattr(zero, name)
-        is_on_disk = offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+        is_on_disk = offload is not None and offload.device == OffloadDeviceEnum.nvme
         yield f"zero_optimization.{name}.device = nvme", on_disk, is_on_disk
     optimizer = zero.offload_optimizer
     ratio = optimizer is not None and optimizer.ratio < 1
     yield "zero_optimization.offload_optimizer.ratio < 1", "steps a part by another optimizer, before the vote", ratio
     super_offload = optimizer is not None and bool(getattr(optimizer, "super_offload", False))
     yield "zero_optimization.offload_optimizer.super_offload", "steps in a process of its own", super_offload
-
-
-def hpz_size(zero: Any) -> int:
-    """Return the number of ranks over which ZeRO-3 shards a second time; 1 if it does not."""
-    return int(zero.zero_hpz_partition_size)
 
 
 def _unsupported_mpu(mpu: Any, *, cuts: bool) -> Iterator[UnsupportedOption]:
@@ -189,6 +253,8 @@ def refuse_engine(engine: Any) -> None:
     """Raise for an engine that cannot go on after a loss, when it is built."""
     if engine.basic_optimizer is None:
         raise Refused("there is no optimizer to keep through a loss", fix="name one, or leave ntp out")
+    if engine.zero_optimization_stage() and engine.optimizer.optimizer is not engine.basic_optimizer:
+        raise Refused(f"the optimizer {type(engine.basic_optimizer).__name__} {MADE_ANEW}", fix=_OTHER_THAN_ADAGRAD)
     if engine.has_moe_layers:
         raise Refused("layers of experts are not held alike by all ranks", fix=_WHAT_WORKS)
     if engine.autotp_size() > 1 and type(engine.optimizer).__name__ == "FP16_Optimizer":

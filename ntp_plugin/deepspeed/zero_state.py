@@ -110,7 +110,7 @@ class ZeroState:
         return ShardedStep(
             self._cut.lanes,
             [{names[parameter]: parameter for parameter in group} for group in groups],
-            replicas=self._cut.replicas,
+            replicas=self._cut.divisor,
             dtype=self._dtype,
         )
 

@@ -17,7 +17,7 @@ from ntp_plugin.copies.slices import TensorSlice
 from ntp_plugin.errors import Refused
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.reduction.sharded_optimizer import LaneShard
-from ntp_plugin.training.optimizers import Numbers, element_wise
+from ntp_plugin.training.optimizers import Numbers, kept_by
 
 MAIN = "main"
 """The values that are stepped, beside what the optimizer keeps in their shape."""
@@ -50,7 +50,7 @@ def shards_of_lanes(shards: Iterable[LaneShard], slice_of: SliceOf) -> list[Step
 
 def parts(stepped: list[Stepped], optimizer: Any) -> list[Part]:
     """The parts to copy, where they live now."""
-    known, kept = element_wise(optimizer), Numbers(optimizer)
+    known, kept = kept_by(optimizer), Numbers(optimizer)
     found = []
     for one in stepped:
         state = optimizer.state.get(one.parameter, {})

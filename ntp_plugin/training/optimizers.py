@@ -4,8 +4,8 @@ A tensor can be cut anew, or sharded, only if the step of an element depends on 
 its gradient and what the optimizer keeps for it. That cannot be seen from outside, so this is a table of the classes
 known to be so, and of the names of what they keep. What is *cut* has the parameter's shape and moves with its elements;
 what is *kept* is one number, the same for every part. Everything else is refused by its name: an optimizer that looks
-at whole matrices (Shampoo, SOAP, Adafactor) would train another model at every width. Megatron's Muon does so too, and
-is here for jobs whose matrices are never cut anew (`megatron/muon.py`).
+at whole matrices (Shampoo, SOAP, Adafactor) would train another model at every width. Muon and LAMB do so too, and are
+here for jobs whose matrices are never cut: Megatron's (`megatron/muon.py`), and DeepSpeed's without ZeRO or AutoTP.
 
 Each optimizer keeps its step number in its own place. Torch's Adam has it with each parameter. NVIDIA's has it once for
 all parameters of a group, among the group's options, and apex's does not count if the group has none on this rank.
@@ -53,6 +53,13 @@ _DEEPSPEEDS_CPU_ADAM = ElementWise(cut=("exp_avg", "exp_avg_sq"), kept=("step",)
 """It rounds an element by its place: it computes blocks of several at once, and the rest otherwise."""
 _FUSED_SGD = ElementWise(cut=("momentum_buffer",), carries="multi_tensor_sgd")
 
+_DEEPSPEEDS_LION = ElementWise(cut=("exp_avg",), kept=("step",), of_last=("step",), carries="multi_tensor_lion")
+_DEEPSPEEDS_LAMB = ElementWise(
+    cut=("exp_avg", "exp_avg_sq"), kept=("step",), carries="fused_lamb_cuda", steps_matrices=True
+)
+_DEEPSPEEDS_MUON = ElementWise(
+    cut=("momentum_buffer", "exp_avg", "exp_avg_sq"), kept=("step",), carries="aux_optimizer", steps_matrices=True
+)
 _MUON = ElementWise(cut=("momentum_buffer",), carries="scaled_orthogonalize_fn", steps_matrices=True)
 
 KNOWN: Mapping[tuple[str, str], ElementWise] = {
@@ -65,6 +72,11 @@ KNOWN: Mapping[tuple[str, str], ElementWise] = {
     ("apex.optimizers.fused_sgd", "FusedSGD"): _FUSED_SGD,
     ("deepspeed.ops.adam.fused_adam", "FusedAdam"): _DEEPSPEEDS_ADAM,
     ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"): _DEEPSPEEDS_CPU_ADAM,
+    ("deepspeed.ops.lion.fused_lion", "FusedLion"): _DEEPSPEEDS_LION,
+    ("deepspeed.ops.lamb.fused_lamb", "FusedLamb"): _DEEPSPEEDS_LAMB,
+    ("deepspeed.runtime.zero.muon.muon_optimizer", "MuonWithAuxAdam"): _DEEPSPEEDS_MUON,
+    ("torch.optim.adagrad", "Adagrad"): ElementWise(cut=("sum",), kept=("step",)),
+    ("torch.optim.rmsprop", "RMSprop"): ElementWise(cut=("square_avg", "momentum_buffer", "grad_avg"), kept=("step",)),
     ("megatron.core.optimizer.emerging_optimizers", "TensorParallelMuon"): _MUON,
 }
 """The known optimizers, by the module that defines the class, and its name."""
@@ -78,7 +90,7 @@ INVENTORY = (
 )
 """What becomes of what optimizers keep, when state comes from copies."""
 
-_FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam"
+_FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam or FusedLion"
 
 
 class CombinedOptimizer:
@@ -104,6 +116,15 @@ def element_wise(optimizer: object) -> ElementWise:
             fix=_FIX,
         )
     return known
+
+
+def kept_by(optimizer: object) -> ElementWise:
+    """What is known of an optimizer whose tensors are never cut: it may step whole matrices.
+
+    Raises:
+        Refused: It is not in the table, or its options are others.
+    """
+    return element_wise(optimizer) if isinstance(optimizer, CombinedOptimizer) else _known(optimizer)
 
 
 def _known(optimizer: object) -> ElementWise:
@@ -149,7 +170,7 @@ class Numbers:
     """All that an optimizer keeps and that is not cut, by parameter."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._known = optimizer, element_wise(optimizer)
+        self._optimizer, self._known = optimizer, kept_by(optimizer)
         several = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else ()
         self._required = {
             parameter: _known(one).of_group

@@ -323,7 +323,11 @@ class Engine:
     """The counters of an engine."""
 
     global_steps, global_samples, skipped_steps, micro_steps = itertools.repeat(3, 4)
-    optimizer = None
+    optimizer = torch_autocast_z0_gradscaler = None
+
+    def random_ltd_enabled(self):
+        """Whether some layers see only some tokens."""
+        return False
 
     def __init__(self):
         self.basic_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
@@ -347,6 +351,25 @@ def test_engine_counters_round_trip(counted):
     counted.adopt(second, json.loads(json.dumps(counted.count(first))))
     assert (second.global_steps, second.basic_optimizer.param_groups[0]["lr"]) == (7, 0.5)
     assert second.lr_scheduler.last_epoch == 9
+
+
+def test_a_step_that_is_taken_again_unscales_its_gradients_again(counted):
+    """Torch's scaler, in `torch_autocast` of fp16, refuses to do that twice in one step."""
+    engine = Engine()
+    (parameter,) = engine.basic_optimizer.param_groups[0]["params"]
+    scaler = engine.torch_autocast_z0_gradscaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(parameter.sum()).backward()
+    before = json.loads(json.dumps(counted.count(engine)))
+    scaler.unscale_(engine.basic_optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(engine.basic_optimizer)
+    counted.adopt(engine, before)
+    scaler.unscale_(engine.basic_optimizer)
+    scaler.step(engine.basic_optimizer)
+    scaler.update()
+    assert (before["autocast"]["scale"], scaler.get_scale()) == (8.0, 16.0)
+    counted.adopt(engine, before)
+    assert scaler.get_scale() == 8.0
 
 
 def test_a_scheduler_with_state_that_is_no_data_is_refused(counted):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.played_ranks import Asking, asking_of, played, quietly
-from tests.harness.zero import fused_adam
+from tests.harness.zero import fused_adam, gpu_optimizers
 from tests.harness.zero.fault_points import FAULT_POINTS, FORWARDS, report_fault_points, wait_for_a_loss
 from tests.harness.zero.models import CUT, Samples, Tokens, make_model, make_transformer
 from tests.harness.zero.own_layers import Mpu, Own
@@ -31,6 +31,14 @@ SMALL = {
 """Limits of ZeRO-3 for a small model: some parameters persist, some are prefetched, and groups are cut."""
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 """Dtypes that DeepSpeed trains in with masters in float32."""
+
+
+class Block(dict[str, Any]):
+    """A block of a configuration, in a job that is a key of a cache."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Return the hash of what is in it."""
+        return hash(repr(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +234,7 @@ class Play:
             emulate_in_float64()
         if self.job.fused_adam not in ("", "own"):
             fused_adam.install(refused=self.job.fused_adam == "refused")
+        gpu_optimizers.install()
         seen = _Loop(self.job, rank, self.asking).train()
         ours.end()
         return seen
@@ -269,9 +278,11 @@ class _Loop:
             dict(self.model.named_parameters())["norm.weight"].data[3] += 1
         if job.frozen:
             dict(self.model.named_parameters())[job.frozen].requires_grad_(False)
-        decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        given = [one for one in self.model.parameters() if one.requires_grad or not job.transformer]
+        decayed = [parameter for parameter in given if parameter.ndim > 1]
+        others = [parameter for parameter in given if parameter.ndim == 1]
+        groups: list[Any] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        groups = groups if others else decayed
         samples: Any
         samples = self._samples = Tokens(job.samples) if job.transformer else Samples(job.samples, dtype)
         self.engine, _, self.loader, _ = deepspeed.initialize(
@@ -365,7 +376,7 @@ class _Loop:
             epoch=self._epoch,
             members=torch.distributed.get_world_size(),
             places=places(self.model, self._job) if self._job.tp > 1 and not self._job.mpu else {},
-            kept=sum(kept["exp_avg"].numel() for kept in engine.basic_optimizer.state.values()),
+            kept=sum(kept["exp_avg"].numel() for kept in engine.basic_optimizer.state.values() if "exp_avg" in kept),
         )
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:

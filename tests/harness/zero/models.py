@@ -61,8 +61,18 @@ class Cut(torch.nn.Module):
         return out
 
 
+def adapt(model: torch.nn.Module) -> torch.nn.Module:
+    """Train adapters of the queries and values, and nothing else."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  (it takes seconds)
+
+    adapted: torch.nn.Module = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return adapted
+
+
 def make_transformer(kind: str) -> torch.nn.Module:
-    """A small one."""
+    """A small one; "adapted" ones train adapters alone."""
+    if kind.startswith("adapted "):
+        return adapt(make_transformer(kind.removeprefix("adapted ")))
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  (it takes seconds)
 
     torch.manual_seed(7)
