@@ -33,7 +33,7 @@ _FILES = (*_RECIPES, *_CONFIGURATIONS)
 _USAGE = """\
 ntp check [--json] [--world-size N | --nnodes N --nproc-per-node N] SCRIPT ARGUMENTS
        ntp check [...] RECIPE.yaml [MORE ARGUMENTS]
-       ntp check [...] [--tp N] [--parameters N] DS_CONFIG.json"""
+       ntp check [...] [--tp N] [--parameters N] [--trainer hf|accelerate|loop] DS_CONFIG.json"""
 _EXAMPLE = """\
 The flags of ntp check stand before a script; beside a file they stand anywhere.
 
@@ -41,6 +41,7 @@ examples:
   ntp check --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 ... --ntp-enable
   ntp check model_config.yaml --ntp-copies-mode near
   ntp check ds_config.json --world-size 8 --parameters 7e9
+  ntp check ds_config.json --trainer accelerate
 
 exit code: 0 the job is accepted, 1 it is not, 2 bad input
 """
@@ -98,6 +99,11 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--parameters", type=count, metavar="N", help="DeepSpeed: parameters of the model, for the memory of its copies"
     )
+    parser.add_argument(
+        "--trainer",
+        choices=("hf", "accelerate", "loop"),
+        help='DeepSpeed: who fills in values that are "auto" (default: the HF Trainer)',
+    )
     return parser
 
 
@@ -108,7 +114,7 @@ def _check(parsed: Any) -> JobCheck:
     path = Path(parsed.job)
     if path.suffix in _CONFIGURATIONS:
         return _deepspeed(parsed, path)
-    for flag in ("tp", "parameters"):
+    for flag in ("tp", "parameters", "trainer"):
         if getattr(parsed, flag) is not None:
             raise ConfigError(f"--{flag} is for a DeepSpeed configuration", fix="leave it out")
     return _recipe(parsed, path) if path.suffix in _RECIPES else _megatron(_with_files(parsed.words), _ranks(parsed))
@@ -138,7 +144,9 @@ def _deepspeed(parsed: Any, path: Path) -> JobCheck:
         from ntp_plugin.deepspeed import job_check  # noqa: PLC0415  (imports deepspeed)
 
         parameters = None if parsed.parameters is None else int(parsed.parameters)
-        return job_check.check_job(config, _ranks(parsed), tp=parsed.tp or 1, parameters=parameters)
+        return job_check.check_job(
+            config, _ranks(parsed), tp=parsed.tp or 1, parameters=parameters, trainer=parsed.trainer
+        )
 
 
 def _ranks(parsed: Any) -> StartedRanks:

@@ -17,6 +17,7 @@ backward and step do nothing.
     activation.py           installs the hooks: an editable process group, and the engine when it is built
     job.py                  this process in a job that `ntp run` started, from its process group to its end
     settings.py             reads the `ntp` block of a DeepSpeed configuration
+    auto_values.py          what a trainer writes in place of "auto", for a check before it has
     job_check.py            what `ntp check` finds out about a configuration: losses, memory, changes
     unsupported.py          options that the plugin does not support, refused when the engine is built
     fingerprints.py         what a rank's training depends on, compared across ranks

@@ -5,15 +5,24 @@ engine shows is in the notes. Losses are planned on units of a stand-in, since n
 many parameters as the user says.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepspeed.runtime.zero.config import get_zero_config
+import torch
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 
 from ntp_plugin.config.sections import Batch, CopyPolicy, Hardware, Parallel, State, TrainingPolicy
+from ntp_plugin.deepspeed.auto_values import fill
 from ntp_plugin.deepspeed.settings import read_policy
-from ntp_plugin.deepspeed.unsupported import refuse_lost, refuse_one_replica, unsupported_keys, unsupported_ntp_keys
+from ntp_plugin.deepspeed.unsupported import (
+    MADE_ANEW,
+    refuse_lost,
+    refuse_one_replica,
+    unsupported_keys,
+    unsupported_ntp_keys,
+)
 from ntp_plugin.errors import BelowMinimum, ConfigError, Refused, StateLost
 from ntp_plugin.planning.job_check import (
     ChangedOption,
@@ -34,7 +43,17 @@ _USUAL_HOST = 8
 _UNITS_PER_SLOT = 64
 _UNKNOWN_PARAMETERS = 1_000_000
 _MAIN_BYTES, _MOMENT_BYTES = 4, 4
-_ELEMENT_WISE = ("adam", "adamw", "sgd")
+_MICRO, _ACCUMULATION, _TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
+_NOT_READABLE = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError)
+"""What DeepSpeed raises for a value that it does not expect."""
+_UNREAD, _NO_OPTIMIZER = "DeepSpeed cannot read the configuration", "neither DeepSpeed nor torch has an optimizer"
+BY_DEEPSPEED = (_UNREAD, _NO_OPTIMIZER)
+"""How the errors begin where DeepSpeed itself refuses a configuration."""
+_ELEMENT_WISE, _STEP_MATRICES, _MADE_ANEW = ("adam", "adamw", "sgd", "rmsprop", "lion"), ("lamb", "muon"), "adagrad"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +75,15 @@ class EngineShape:
     def tp(self) -> int:
         return max(self.autotp, self.mpu)
 
+    @property
+    def samples(self) -> int:
+        """Samples of a step for each loader."""
+        return self.micro_batch * self.accumulation
 
-def check_job(raw: Mapping[str, Any], ranks: StartedRanks, *, tp: int, parameters: int | None) -> JobCheck:
+
+def check_job(
+    raw: Mapping[str, Any], ranks: StartedRanks, *, tp: int, parameters: int | None, trainer: str | None = None
+) -> JobCheck:
     """Check a configuration; without `"enabled": true` it is checked as if it had that.
 
     Args:
@@ -65,19 +91,23 @@ def check_job(raw: Mapping[str, Any], ranks: StartedRanks, *, tp: int, parameter
         ranks: The processes that `ntp run` would start.
         tp: The tensor-parallel degree of the script's mpu; 1 without an mpu.
         parameters: Parameters of the model, if known.
+        trainer: Who fills in values that are "auto" (`auto_values.TRAINERS`); None: the HF Trainer, if there are any.
 
     Raises:
-        ConfigError: A value is wrong, or values do not fit together or the processes.
+        ConfigError: A value is wrong, or values do not fit together or the processes, or DeepSpeed refuses the
+            configuration.
     """
     policy = read_policy(raw)
     refuse_lost(policy)
+    filled = fill(raw, trainer=trainer, size=ranks.size)
+    raw = filled.config
     size, shape, unsupported = _read(raw, policy, ranks, tp=tp)
     topology = _topology(shape, policy, size, ranks)
     check = JobCheck(
         framework="deepspeed",
         unsupported=unsupported,
         topology=topology,
-        notes=tuple(_notes(raw, shape, ranks, topology, policy, parameters=parameters)),
+        notes=(*_notes(raw, shape, ranks, topology, policy, parameters=parameters), *filled.notes),
     )
     check = _with_one_replica(check, shape)
     if (error := refusal("deepspeed")) is not None:
@@ -93,14 +123,28 @@ def _read(
     It has not been checked by anybody: a value of another type than DeepSpeed expects is an error of the user.
     """
     try:
-        zero = get_zero_config(dict(raw))
-        size = ranks.size or _assumed_size(raw)
-        shape = _shape(raw, zero, tp=tp, size=size)
+        size = ranks.size or _assumed_size(raw, tp)
+        zero, shape = _as_deepspeed_reads_it(raw, tp=tp, size=size)
         return size, shape, tuple(_unsupported(raw, zero, policy, shape))
     except ConfigError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"DeepSpeed cannot read the configuration: {' '.join(str(error).split())}") from None
+    except (*_NOT_READABLE, DeepSpeedConfigError) as error:
+        raise ConfigError(f"{_UNREAD}: {' '.join(str(error).split())}") from None
+
+
+def _as_deepspeed_reads_it(raw: Mapping[str, Any], *, tp: int, size: int) -> tuple[Any, EngineShape]:
+    """Have DeepSpeed read the configuration, as of a job of one process: here are no others."""
+    shape, alone = _shape(raw, tp=tp, size=size), copy.deepcopy(dict(raw))
+    if any(name in raw for name in (_MICRO, _TOTAL)):
+        alone |= {_MICRO: shape.micro_batch, _ACCUMULATION: shape.accumulation, _TOTAL: shape.samples}
+    zero = DeepSpeedConfig(alone).zero_config
+    optimizer = raw.get("optimizer", {}).get("type")
+    if optimizer and shape.optimizer not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, optimizer):
+        raise ConfigError(
+            f"{_NO_OPTIMIZER} {optimizer}",
+            fix=f"one of torch.optim, or of DeepSpeed: {', '.join(DEEPSPEED_OPTIMIZERS)}",
+        )
+    return zero, dataclasses.replace(shape, stage=int(zero.stage))
 
 
 def _examined(check: JobCheck, shape: EngineShape, policy: TrainingPolicy, parameters: int | None) -> JobCheck:
@@ -129,22 +173,22 @@ def _as_state_lost(survival: Survival) -> Survival:
 # ---------------------------------------------------------------- the configuration
 
 
-def _shape(raw: Mapping[str, Any], zero: Any, *, tp: int, size: int) -> EngineShape:
-    micro, accumulation = raw.get("train_micro_batch_size_per_gpu"), raw.get("gradient_accumulation_steps")
-    total = raw.get("train_batch_size")
+def _shape(raw: Mapping[str, Any], *, tp: int, size: int) -> EngineShape:
+    micro, accumulation, total = (raw.get(name) for name in (_MICRO, _ACCUMULATION, _TOTAL))
+    loaders = max(1, size // tp)  # AutoTP's slots of a replica are all counted
     if micro is None:
-        micro = total // (size * (accumulation or 1)) if total else 1
+        micro = total // (loaders * (accumulation or 1)) if total else 1
     if accumulation is None:
-        accumulation = total // (size * micro) if total else 1
-    if total is not None and tp == 1 and total != micro * accumulation * size:
+        accumulation = total // (loaders * micro) if total else 1
+    if total is not None and total != micro * accumulation * loaders:
         raise ConfigError(
             f"train_batch_size = {total} is not train_micro_batch_size_per_gpu x gradient_accumulation_steps x"
-            f" processes = {micro} x {accumulation} x {size}",
+            f" {'replicas' if tp > 1 else 'processes'} = {micro} x {accumulation} x {loaders}",
             fix="leave one of the three out, or give another --world-size",
         )
     optimizer = raw.get("optimizer", {})
     return EngineShape(
-        stage=int(zero.stage),
+        stage=0,
         autotp=max(1, int(raw.get("tensor_parallel", {}).get("autotp_size", 1))),
         mpu=tp,
         micro_batch=int(micro),
@@ -155,11 +199,14 @@ def _shape(raw: Mapping[str, Any], zero: Any, *, tp: int, size: int) -> EngineSh
     )
 
 
-def _assumed_size(raw: Mapping[str, Any]) -> int:
-    """Return the number of processes that the three sizes of batches imply, else a host of eight."""
-    micro, accumulation = raw.get("train_micro_batch_size_per_gpu"), raw.get("gradient_accumulation_steps")
-    total = raw.get("train_batch_size")
-    return int(total // (micro * accumulation)) or 1 if total and micro and accumulation else _USUAL_HOST
+def _assumed_size(raw: Mapping[str, Any], tp: int) -> int:
+    """Return the number of processes that the three sizes of batches imply, else as many replicas as they divide by and
+    a host of eight would have of one process each."""
+    micro, accumulation, total = (raw.get(name) for name in (_MICRO, _ACCUMULATION, _TOTAL))
+    if not total:
+        return max(_USUAL_HOST, tp)
+    most = int(total // ((micro or 1) * (accumulation or 1))) or 1
+    return tp * (most if micro and accumulation else max(size for size in range(1, _USUAL_HOST + 1) if not most % size))
 
 
 def _unsupported(
@@ -172,13 +219,26 @@ def _unsupported(
         yield UnsupportedOption(
             flag="an mpu", why="beside tensor_parallel.autotp_size > 1 is not built", fix="one of the two"
         )
-    if shape.optimizer and shape.optimizer not in _ELEMENT_WISE and (cuts or shape.stage):
-        yield UnsupportedOption(
-            flag=f"optimizer.type = {raw['optimizer']['type']}",
-            why="is not known to be element-wise, so its state cannot be cut or sharded anew",
-            fix="Adam, AdamW or SGD",
-        )
+    yield from _unsupported_optimizer(raw, shape)
     yield from _unsupported_precision(raw, shape) if cuts else ()
+
+
+def _unsupported_optimizer(raw: Mapping[str, Any], shape: EngineShape) -> Iterator[UnsupportedOption]:
+    """Yield the optimizer if `training/optimizers.py` refuses it, or the engine would."""
+    if not shape.optimizer:
+        return
+    why, fix = "", "Adam, AdamW, SGD, RMSprop or Lion"
+    if shape.optimizer not in (*_ELEMENT_WISE, *_STEP_MATRICES, _MADE_ANEW):
+        why = "keeps state that is not known, so it cannot be given to a rank that joins"
+    elif shape.optimizer in _STEP_MATRICES and (shape.autotp > 1 or shape.stage):
+        why, fix = (
+            "steps whole matrices, so its state cannot be cut or sharded anew",
+            f"{fix}; or neither ZeRO nor AutoTP",
+        )
+    elif shape.optimizer == _MADE_ANEW and shape.stage:
+        why, fix = MADE_ANEW, f"{fix}; or ZeRO stage 0"
+    if why:
+        yield UnsupportedOption(flag=f"optimizer.type = {raw['optimizer']['type']}", why=why, fix=fix)
 
 
 def _unsupported_precision(raw: Mapping[str, Any], shape: EngineShape) -> Iterator[UnsupportedOption]:

@@ -99,14 +99,14 @@ def test_element_wise_optimizers_are_sharded_and_cut(more, dtype, stage, tp):
     ("kind", "job", "message"),
     [
         ("Lamb", {"stage": 1}, "FusedLamb steps whole matrices"),
-        ("Muon", {"stage": 0, "tp": 2}, "MuonWithAuxAdam steps whole matrices"),
+        ("Muon", {"ranks": 4, "tp": 2}, "MuonWithAuxAdam steps whole matrices"),
         ("Adagrad", {"stage": 1}, "Adagrad is made anew within ZeRO"),
         ("Adamax", {}, r"torch\.optim\.adamax\.Adamax is not known"),
     ],
 )
 def test_other_optimizers_are_refused(kind, job, message):
     with pytest.raises(Refused, match=message):
-        run(Job(**job, steps=2, epochs=1, more=optimizer(kind)))
+        run(Job(**{"ranks": 2, **job}, steps=2, epochs=1, more=optimizer(kind)))
 
 
 # ---------------------------------------------------------------- state beside the optimizer's
@@ -200,7 +200,7 @@ def test_several_are_refused_at_once():
     more = (("gradient_allreduce_op", "sum"), ("managed_gradient_accumulation", False))
     writer = (("checkpoint", Block(writer=Block(type="python", data_parallel="replica"))),)
     with pytest.raises(Refused, match=r"2 options are not supported: managed_grad.*; checkpoint\.writer"):
-        run(Job(steps=2, epochs=1, more=(*more, *writer)))
+        run(Job(ranks=2, steps=2, epochs=1, more=(*more, *writer)))
 
 
 def test_adapters_train_without_autotp():

@@ -18,30 +18,62 @@ BASE = {
 }
 
 
+SAMPLES = {"enabled": True, "data_sampling": {"enabled": True}}
+
+
 def config(stage=0, tp=1, ntp=None, **more):
     parts = {"zero_optimization": {"stage": stage}, "tensor_parallel": {"autotp_size": tp}}
     return {**BASE, **parts, "ntp": {"enabled": True, **(ntp or {})}, **more}
 
 
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+}
 JOBS = {
     "plain": (config(), []),
     "zero": (config(stage=1), ["--parameters", "1e9", "--nproc-per-node", "4", "--nnodes", "2"]),
     "zero without copies": (config(stage=2, ntp={"copies": {"mode": "off"}}), []),
     "autotp": (config(tp=4), []),
-    "mpu": (config(stage=1), ["--tp", "4"]),
+    "mpu": (config(stage=1, train_batch_size=8), ["--tp", "4"]),
     "off": ({name: value for name, value in config().items() if name != "ntp"}, []),
     "several": (
         config(
             zero_optimization={"stage": 3, "zero_hpz_partition_size": 2},
             ntp={"route": "via_core"},
-            gradient_allreduce_op="sum",
-            data_efficiency={"enabled": True},
+            data_efficiency=SAMPLES,
+            checkpoint={"writer": {"type": "python"}},
         ),
         [],
     ),
     "one replica": (config(tp=8), []),
-    "one replica of an mpu": (config(), ["--tp", "8"]),
+    "one replica of an mpu": (config(train_batch_size=4), ["--tp", "8"]),
     "another optimizer": (config(stage=1, optimizer={"type": "Lamb"}), []),
+    "a sum, and nothing offloaded": (
+        config(
+            gradient_allreduce_op="sum",
+            zero_optimization={
+                "stage": 2,
+                "offload_optimizer": {"device": "none"},
+                "offload_param": {"device": "none"},
+            },
+        ),
+        [],
+    ),
+    "an optimizer of matrices": (config(optimizer={"type": "Muon", "params": {"torch_adam": True}}), []),
+    "adagrad": (config(stage=1, optimizer={"type": "Adagrad"}), []),
+    "adamax": (config(optimizer={"type": "Adamax"}), []),
+    "auto": (AUTO, []),
+    "auto, of accelerate": (AUTO, ["--trainer", "accelerate", "--world-size", "4"]),
+    "auto, in a loop": (AUTO, ["--trainer", "loop"]),
+    "one process": ({**AUTO, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 32}, []),
+    "what deepspeed refuses": (config(compression_training={}), []),
+    "an optimizer that is gone": (config(optimizer={"type": "OneBitAdam"}), []),
     "fused adam in halves": (config(tp=2, bf16={"enabled": True}, optimizer={"type": "Adam"}), []),
     "wide sums": (config(tp=2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}), []),
     "another size": (config(), ["--world-size", "4"]),
@@ -131,8 +163,8 @@ def test_all_unsupported_keys_are_named_at_once(found):
     flags = [option["flag"] for option in check["unsupported"]]
     assert flags == [
         "zero_optimization.zero_hpz_partition_size > 1",
-        "gradient_allreduce_op = sum",
-        "data_efficiency",
+        "data_efficiency.data_sampling",
+        "checkpoint.writer",
         "ntp.route = via_core",
     ]
     assert all(option["why"] and option["fix"] for option in check["unsupported"])
@@ -145,6 +177,8 @@ def test_all_unsupported_keys_are_named_at_once(found):
         ("one replica", "the layout"),
         ("one replica of an mpu", "the layout"),
         ("another optimizer", "optimizer.type = Lamb"),
+        ("adagrad", "optimizer.type = Adagrad"),
+        ("adamax", "optimizer.type = Adamax"),
         ("fused adam in halves", "optimizer.type = Adam"),
         ("wide sums", "data_types.grad_accum_dtype = fp32"),
     ],
@@ -167,6 +201,9 @@ def test_the_plugin_is_checked_as_if_it_were_on(found):
         ("lost", "ntp.lost names slots"),
         ("a wrong key", "ntp.copys is not a known key"),
         ("a list", "DeepSpeed cannot read the configuration"),
+        ("auto, in a loop", "train_batch_size is 'auto', which DeepSpeed alone cannot read"),
+        ("what deepspeed refuses", "The DeepSpeed compression library has been removed"),
+        ("an optimizer that is gone", "neither DeepSpeed nor torch has an optimizer OneBitAdam"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(probed, name, message):
@@ -175,6 +212,23 @@ def test_bad_input_is_one_line_and_code_2(probed, name, message):
     assert result["err"].startswith("ntp: ")
     assert result["err"].count("\n") == 1
     assert message in result["err"]
+
+
+@pytest.mark.parametrize("name", ["a sum, and nothing offloaded", "an optimizer of matrices", "one process"])
+def test_what_people_have_is_accepted(found, name):
+    assert found(name, 0)["unsupported"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "who", "micro_batch", "ranks"),
+    [("auto", "the HF Trainer", 8, 8), ("auto, of accelerate", "Accelerate", 1, 4)],
+)
+def test_what_a_trainer_would_fill_in_is_assumed(found, name, who, micro_batch, ranks):
+    check = found(name, 0)
+    assert check["topology"]["dp"] == ranks
+    (note,) = [note for note in check["notes"] if note.startswith("8 values are 'auto'")]
+    assert f"{who} fills them in; assumed: train_micro_batch_size_per_gpu = {micro_batch}" in note
+    assert any(note.startswith("fp16 and bf16 are taken as off") for note in check["notes"])
 
 
 def test_recipes_of_this_repository_are_accepted(probed):
