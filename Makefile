@@ -88,8 +88,8 @@ show-megatron-recipes: $(READY)  # hours; MEGATRON_LM=path of a checkout; ROWS=n
 show-experts: $(READY)  # half an hour; ROWS=feature,... for some; it goes on where it ended
 	$(PY) -m benchmarks.experts
 
-show-trainers: $(READY)  # a minute; CONFIGS=path[:path...] of checkouts with DeepSpeed configurations
-	$(PY) -m benchmarks.deepspeed_configs
+show-trainers: $(READY)  # twenty minutes; CONFIGS=path[:path...] of checkouts with DeepSpeed configurations
+	$(PY) -m benchmarks.trainers
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended
 	$(PY) -m benchmarks.recipes

@@ -1,7 +1,5 @@
 """Count the DeepSpeed configurations of other projects that the plugin accepts: a part of `make show-trainers`.
 
-    CONFIGS=path[:path...] python -m benchmarks.deepspeed_configs
-
 The paths are checkouts, for example of DeepSpeedExamples, LLaMA-Factory, axolotl and accelerate. The evidence has names
 of their files and keys, and no content. A configuration is a JSON file with keys of DeepSpeed at its top, or the
 `deepspeed_config` of an Accelerate YAML that names a stage of ZeRO. One that the installed DeepSpeed refuses does not
@@ -11,8 +9,6 @@ count; its row says why. All others go through `ntp check` as they are, with the
 import collections
 import json
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,11 +16,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks import evidence
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.job_check import StartedRanks
 
-TOPIC = "trainers"
 KEYS = frozenset({"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"})
 """A JSON file with one of these at its top is a configuration."""
 _DEVICES = ("offload_optimizer", "offload_param")
@@ -98,30 +92,21 @@ def rows(folders: list[Path]) -> Iterator[dict[str, Any]]:
             }
 
 
-def main() -> int:
-    """Count them, and write the evidence."""
-    folders = [Path(one) for one in os.environ.get("CONFIGS", "").split(":") if one]
-    if not folders or not all(folder.is_dir() for folder in folders):
-        sys.stderr.write("CONFIGS must be paths of checkouts, with : between them\n")
-        return 2
+def counted(folders: list[Path]) -> dict[str, Any]:
+    """Return how many configurations below the folders are accepted, why others are not, and a row for each."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # DeepSpeed logs each configuration that it reads
     found = list(rows(folders))
-    counted = [row for row in found if row["counts"]]
-    accepted = [row for row in counted if row["accepted"]]
-    reasons = collections.Counter(why for row in counted for why in row["why"].split(", ") if why)
-    return evidence.show(
-        TOPIC,
-        holds=bool(counted),
-        seed=0,
-        rows=found,
-        configs=len(counted),
-        configs_accepted=len(accepted),
-        configs_refused_by_deepspeed=len(found) - len(counted),
-        refused=dict(reasons.most_common()),
-        refused_by_deepspeed=dict(collections.Counter(row["why"] for row in found if not row["counts"]).most_common()),
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    logging.disable(logging.NOTSET)
+    count = [row for row in found if row["counts"]]
+    reasons = collections.Counter(why for row in count for why in row["why"].split(", ") if why)
+    return {
+        "configs": len(count),
+        "configs_accepted": sum(row["accepted"] for row in count),
+        "configs_refused_by_deepspeed": len(found) - len(count),
+        "refused": dict(reasons.most_common()),
+        "refused_by_deepspeed": dict(
+            collections.Counter(row["why"] for row in found if not row["counts"]).most_common()
+        ),
+        "configurations": found,
+    }

@@ -327,8 +327,8 @@ def _changes(shape: EngineShape, policy: TrainingPolicy) -> Iterator[ChangedOpti
     if shape.stage > 2:
         yield ChangedOption(
             flag="zero_optimization.stage = 3",
-            change="a rank whose share is shorter sees its last micro-batch again, and that counts for nothing; replicas"
-            " are not compared, since no weight is held twice",
+            change="a rank whose share is shorter sees its last micro-batch again, and that counts for nothing;"
+            " replicas are not compared, since no weight is held twice",
         )
     if shape.autotp > 1:
         checkpoints = "none is written" if shape.stage else "a replica with all its slots writes it"
