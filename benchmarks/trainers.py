@@ -1,4 +1,4 @@
-"""Lose ranks in DeepSpeed jobs with ZeRO-3 and offloading, and count configurations: what `make show-trainers` measures.
+"""Lose ranks in DeepSpeed jobs with ZeRO-3 and offloading, and count configurations: what `make show-trainers` shows.
 
     CONFIGS=path[:path...] python -m benchmarks.trainers     every fault point and victim; some twenty minutes
     SCALE=ci python -m benchmarks.trainers                   a slice; no configurations are counted without CONFIGS
