@@ -35,6 +35,8 @@ SOURCES = {
     "transformer-engine": ("megatron",),
     "deepspeed": ("deepspeed",),
     "torch": ("megatron", "deepspeed", "groups", "membership", "recovery", "reduction", "resharding", "plain"),
+    "transformers": ("deepspeed/hf",),
+    "accelerate": ("deepspeed/hf", "launch"),
 }
 """Package -> where the plugin uses it."""
 _ROOTS = {"megatron-core": "megatron", "transformer-engine": "transformer_engine"}
@@ -43,6 +45,7 @@ _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParal
 _OPTIMIZER = "megatron.core.optimizer"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_HF_TRAINER = "transformers.trainer:Trainer"
 
 
 def _of(owner: str, *methods: str) -> tuple[str, ...]:
@@ -87,6 +90,19 @@ ON_OBJECTS = {
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.update_lp_params",
     ),
     "torch": (),
+    "transformers": _of(
+        _HF_TRAINER,
+        *("floating_point_ops", "_load_callback_state", "compute_loss", "_maybe_log_save_evaluate"),
+        *("store_flos", "_inner_training_loop", "_init_training_state"),
+    ),
+    "accelerate": (
+        *_of("accelerate.utils:DeepSpeedEngineWrapper", "backward", "get_global_grad_norm"),
+        *_of("accelerate.state:GradientState", "_set_sync_gradients"),
+        *_of("accelerate.data_loader:DataLoaderShard", "__iter__", "set_epoch"),
+        *_of("accelerate.data_loader:BatchSamplerShard", "__iter__", "_iter_with_no_split", "_iter_with_split"),
+        "accelerate.state:AcceleratorState._shared_state",
+        "accelerate.state:PartialState._shared_state",
+    ),
 }
 """Methods that the plugin calls or replaces on an object, without a name that an import binds."""
 

@@ -23,6 +23,8 @@ backward and step do nothing.
     fingerprints.py         what a rank's training depends on, compared across ranks
     trainer.py              a rank's part in a recovery: report, plan, resume
     accumulation_window.py  wraps the engine's forward, backward and step, and holds the vote
+    whose_loop.py           what the window asks of the loop around it: the user's own, or a framework's
+    hf/                     the loop of Hugging Face's Trainer, which must not notice a loss
     loaders.py              a DataLoader that can go back, and yield a lost rank's micro-batches
     data_epochs.py          tells a joining rank which data epoch the job is in, before it is admitted
     checkpoints.py          saves and loads DeepSpeed checkpoints, through losses and in scripts that join late

@@ -29,6 +29,7 @@ from ntp_plugin.deepspeed.engine_counters import adopt, count, draw_from, drawn_
 from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.loaders import Followed, Loaders, can_follow
 from ntp_plugin.deepspeed.unsupported import CALLS, refuse_call, refuse_load
+from ntp_plugin.deepspeed.whose_loop import UserDraws
 from ntp_plugin.errors import PeerLost, Refused
 from ntp_plugin.planning.topology import Topology
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -76,6 +77,8 @@ class AccumulationWindow:
         """This rank's micro-batches in the global batch, by number; a repeated one counts for nothing."""
         self._order: Sequence[int] = self.numbers
         """The same for this step, in the order of drawing."""
+        self.around = UserDraws(self._each)
+        """The loop around the window."""
         self.seed = 0
         """The seed of masks that do not depend on the rank; the same on all ranks."""
         self.step = 0
@@ -148,6 +151,24 @@ class AccumulationWindow:
             draw_from(self._drawn_from)
         if self._followed is not None:
             self._followed.stream.restart(step, numbers)
+
+    @property
+    def share(self) -> Sequence[int]:
+        """This rank's micro-batches in the step of the accumulation window."""
+        return self.around.share(self.step, self.numbers)
+
+    @property
+    def done(self) -> int:
+        """How many of them are through their backward."""
+        return self._done
+
+    def loss_of_all(self) -> float:
+        """Return the sum of the losses of all ranks in the step that was voted on last."""
+        return float(self._loop.outcome[_LOSS])
+
+    def follow(self, followed: Any) -> None:
+        """Draw from this loader, which a framework's loop has, instead of the one that was drawn from last."""
+        self._followed = Loaders.last = followed
 
     def go_on(self, numbers: Sequence[int]) -> None:
         """Take a new share for the next step; the step in flight was applied in the recovery."""
@@ -316,10 +337,10 @@ class AccumulationWindow:
 
     @property
     def _is_last(self) -> bool:
-        return self._done == len(self.numbers) - 1
+        return self._done == len(self.share) - 1
 
     def _open_admission(self) -> None:
-        if self._somebody_asks:
+        if self._somebody_asks and self.around.may_admit():
             self._somebody_asks = False
             self._report_data_epoch()
             if self._rank.admission_control.open(mine=dist.get_rank() == 0):
@@ -333,7 +354,7 @@ class AccumulationWindow:
         self._before, self._drawn_from = count(self._engine), drawn_from()
         self._began_at, self._voted = time.monotonic(), False
         assert self._followed is not None, "it was drawn from"
-        self._order = self._followed.stream.order_of(self.step)
+        self._order = self.around.order(self._followed, self.step, self.share)
         self._report_data_epoch()
         if self.copies is not None:
             self.copies.begin()
@@ -381,7 +402,7 @@ class AccumulationWindow:
                 )
             if self._stale:
                 return None
-            if self._done < len(self.numbers):
+            if self._done < len(self.share):
                 if self.degraded:
                     self._engine.micro_steps += 1
                     return None
@@ -413,9 +434,9 @@ class AccumulationWindow:
             self._engine._flush_coalesced_reduction_zero12(optimizer)
 
     def _commit(self) -> None:
-        self.step += 1
+        share, self.step = self.share, self.step + 1
         self.checkpoints.committed(self.step)
-        self._engine.micro_steps = self.counted()["counters"]["micro_steps"] + self._each
+        self._engine.micro_steps = self.counted()["counters"]["micro_steps"] + self.around.micro_steps
         self._engine._is_gradient_accumulation_boundary = None
         self._before = None
         if self._event_writer.is_recording:
@@ -424,8 +445,10 @@ class AccumulationWindow:
                     step=self._engine.global_steps,
                     epoch=self._loop.voted_in,
                     seconds=time.monotonic() - self._began_at,
-                    losses={"loss": float(self._loop.outcome[_LOSS]) / (self._nominal * self._each)},
-                    samples=list(dict.fromkeys(self.numbers)) if self.replicas.is_replica_leader else [],
+                    losses={
+                        "loss": float(self._loop.outcome[_LOSS]) / self.around.losses_in(self._nominal * self._each)
+                    },
+                    samples=list(dict.fromkeys(share)) if self.replicas.is_replica_leader else [],
                 )
             )
         self._done, self._loss = 0, 0.0
@@ -453,6 +476,11 @@ class AccumulationWindow:
         self.checkpoints.refuse_to_end()
 
     # ------------------------------------------------ through losses
+
+    def through[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
+        """Run a framework's work on a micro-batch, which may hold collectives of its own, through losses; None if the
+        accumulation window has restarted."""
+        return self._through(work)
 
     def _through[Result](self, work: Callable[[], Result]) -> tuple[Result] | None:
         """Run `work` through losses; None if the accumulation window has restarted."""

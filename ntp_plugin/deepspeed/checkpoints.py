@@ -213,6 +213,11 @@ class EngineCheckpoints:
         if self._owed == step:
             self._owed = None
 
+    @property
+    def owes(self) -> bool:
+        """Whether a checkpoint that the script asked for was not written, since its step was lost."""
+        return self._owed is not None
+
     def refuse_to_end(self) -> None:
         """Raise `StateLost` if the job ends with less than the script has asked for."""
         if self._owed is not None:

@@ -241,18 +241,20 @@ class EngineTrainer:
         else:
             self._have_all(agreed)
         if any(report.joiner for report in agreed.reports.values()):
-            self._share_saved()
+            self._share_saved(agreed)
         self._joiner = False
         self._have_engine_know()
         self._record_recovery(agreed)
         self._window.checkpoints.refuse_to_end_behind()
 
-    def _share_saved(self) -> None:
-        gathered: list[tuple[int, tuple[str, ...]] | None] = [None] * dist.get_world_size()
-        checkpoints = self._window.checkpoints
-        dist.all_gather_object(gathered, checkpoints.saved)
+    def _share_saved(self, agreed: Agreed) -> None:
+        checkpoints, around = self._window.checkpoints, self._window.around
+        is_giver = self._rank.place.slot == min(slot for slot, report in agreed.reports.items() if not report.joiner)
+        gathered: list[tuple[Any, Any]] = [(None, None)] * dist.get_world_size()
+        dist.all_gather_object(gathered, (checkpoints.saved, around.progress() if is_giver else None))
         if self._joiner:
-            checkpoints.saved = next((one for one in gathered if one is not None), None)
+            checkpoints.saved = next((saved for saved, _ in gathered if saved is not None), None)
+            around.take_progress(next((progress for _, progress in gathered if progress is not None), None))
 
     # ------------------------------------------------ without ZeRO
 

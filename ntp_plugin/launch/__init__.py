@@ -15,6 +15,7 @@ kept_copies.py        decides how long the copies of a dead run stay
 started_by.py         writes the command line of a run beside its copies
 script_errors.py      ends the job on all hosts when a rank fails by an error of its own script
 script.py             runs a worker's script, with hooks in the framework that it imports
+accelerate_on_cpu.py  lets accelerate start a DeepSpeed job on a machine without accelerators
 spares.py             keeps warm spare processes with imports done, which become workers on demand
 fork_server.py        forks workers from one process that has done the imports
 bound.py              starts a process that the kernel kills when its supervisor dies

@@ -25,6 +25,7 @@ from ntp_plugin.launch import quick_exit
 from ntp_plugin.recovery.script_failure import reported
 
 _MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
+_ACCELERATE, _TRAINER = "accelerate.state", "transformers.trainer"
 _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
 
 
@@ -97,6 +98,7 @@ def main(words: Sequence[str]) -> None:
         install_cpu_emulation(words)
         after_import(_MEGATRON, _hook_megatron)
         after_import(_DEEPSPEED, _hook_deepspeed)
+        after_import(_ACCELERATE, _hook_accelerate)
         try:
             with reported():
                 run(words)
@@ -137,6 +139,20 @@ def _hook_megatron() -> None:
 
 def _hook_deepspeed() -> None:
     import ntp_plugin.deepspeed  # noqa: F401, PLC0415  (the import installs the hooks)
+
+    after_import(_TRAINER, _hook_trainer)
+
+
+def _hook_trainer() -> None:
+    from ntp_plugin.deepspeed import hf  # noqa: PLC0415  (both frameworks are imported now)
+
+    hf.install()
+
+
+def _hook_accelerate() -> None:
+    from ntp_plugin.launch import accelerate_on_cpu  # noqa: PLC0415  (imports torch)
+
+    accelerate_on_cpu.install()
 
 
 def _end() -> None:

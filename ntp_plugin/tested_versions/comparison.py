@@ -23,11 +23,14 @@ _MODULES = {
     "transformer-engine": "transformer_engine",
     "deepspeed": "deepspeed",
     "torch": "torch",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
 }
 """Package -> the module that knows its version."""
 TABLES = {
     "megatron": ("megatron-core", "transformer-engine", "torch"),
     "deepspeed": ("deepspeed", "torch"),
+    "trainer": ("transformers", "accelerate"),
     "torch": ("torch",),
 }
 """Framework -> the packages that its adapter replaces or calls functions of."""
@@ -88,7 +91,7 @@ def installed(framework: str) -> tuple[InstalledPackage, ...]:
     """Compare the packages that an adapter needs; a package that is not imported is left out.
 
     Args:
-        framework: "megatron", "deepspeed", or "torch" for a loop without either.
+        framework: "megatron", "deepspeed", "trainer" (Hugging Face's), or "torch" for a loop without any.
     """
     packages = [package for package in TABLES[framework] if _MODULES[package] in sys.modules]
     return tuple(compare(TestedPackage.read(package)) for package in packages)

@@ -1,0 +1,1 @@
+"""Jobs of Hugging Face's Trainer, in ranks of the harness."""
