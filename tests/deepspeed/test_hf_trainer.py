@@ -121,9 +121,9 @@ def test_losses_that_each_rank_divides_by_its_own_tokens():
     [pytest.param(0, "evaluating", marks=pytest.mark.short), (3, "evaluated"), (0, "saving"), (2, "written")],
 )
 def test_a_rank_is_killed_in_an_evaluation_or_a_checkpoint(tmp_path, slot, fault_point):
-    job = Job(evaluates=16, arguments=EVALUATES + SAVES, folder=str(tmp_path))
+    job = Job(evaluates=18, arguments=EVALUATES + SAVES, folder=str(tmp_path))
     outcomes, _ = run(job, faults=[kill(slot, during=fault_point, step=3)])
-    assert_same_training(outcomes, Job(evaluates=16, arguments=EVALUATES))
+    assert_same_training(outcomes, Job(evaluates=18, arguments=EVALUATES))
     for step in (3, 6):
         folder = Path(tmp_path) / f"checkpoint-{step}"
         state = json.loads((folder / "trainer_state.json").read_text())

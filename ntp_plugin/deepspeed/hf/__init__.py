@@ -12,6 +12,7 @@ Trainer does with collectives between two steps runs as voted sections.
     steps.py         what is kept of a step, so that it can be taken again
     batches.py       the batches of all nominal ranks, and how a lost rank's are drawn
     loader.py        the Trainer's loader, as the accumulation window sees one
+    evaluation.py    an evaluation while ranks are lost, over the batches of the nominal ranks
     sections.py      evaluations and counts that can be done again
     joining.py       where the Trainer is, for a joining rank
     world.py         what accelerate and the Trainer believe of the world

@@ -127,9 +127,9 @@ def _counted_items(original: Method) -> Method:
     @functools.wraps(original)
     def count(trainer: Any, batches: Any, device: Any) -> Any:
         loop = _loop_of(trainer)
-        if loop is None or not loop.makes_step:
+        if loop is None:
             return original(trainer, batches, device)
-        return loop.count_items(original, batches, device)
+        return (loop.count_items if loop.makes_step else loop.count_row)(original, batches, device)
 
     return count
 
@@ -208,10 +208,28 @@ def _evaluated(original: Method) -> Method:
         loop = _loop_of(trainer)
         if loop is None:
             return original(trainer, dataloader, *args, **kwargs)
-        work = functools.partial(original, trainer, dataloader, *args, **kwargs)
-        return loop.section(lambda: sections.evaluate(work, trainer, dataloader))
+        gather = trainer.gather_function
+
+        def work(loader: Any) -> Any:
+            return original(trainer, loader, *args, **kwargs)
+
+        return loop.section(lambda: sections.evaluate(work, loop, dataloader, gather))
 
     return evaluate
+
+
+def _predicted(original: Method) -> Method:
+    """`Trainer.prediction_step`: a loss is scaled by the nominal number of ranks."""
+
+    @functools.wraps(original)
+    def predict(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = _loop_of(trainer)
+        if loop is None or loop.rows is None:
+            return original(trainer, *args, **kwargs)
+        with loop.world.nominal():
+            return original(trainer, *args, **kwargs)
+
+    return predict
 
 
 def _saved(original: Method) -> Method:
@@ -288,6 +306,11 @@ TABLE = (
         target="transformers.trainer:Trainer.evaluation_loop",
         why="an evaluation runs again after a loss, over the ranks that are there",
         make=_evaluated,
+    ),
+    Replacement(
+        target="transformers.trainer:Trainer.prediction_step",
+        why="an evaluation has the rows of the nominal ranks",
+        make=_predicted,
     ),
     Replacement(
         target="transformers.trainer:Trainer._save_checkpoint",

@@ -37,7 +37,7 @@ class RecordedBatches:
         return getattr(self._original, name)
 
 
-class _Listed:
+class Listed:
     """A batch sampler that yields what was recorded."""
 
     def __init__(self, batches: list[list[int]], like: Any) -> None:
@@ -96,7 +96,7 @@ class BatchBook:
         """Return the samples of a nominal rank's micro-batch, by its index in the data epoch."""
         if (epoch, rank) not in self._of_rank:
             shard = copy.copy(self._shard)
-            shard.batch_sampler, shard.process_index = _Listed(self._drawn(epoch), self._original), rank
+            shard.batch_sampler, shard.process_index = Listed(self._drawn(epoch), self._original), rank
             self._of_rank[epoch, rank] = [list(batch) for batch in shard]
         return self._of_rank[epoch, rank][index]
 

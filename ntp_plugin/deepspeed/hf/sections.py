@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from ntp_plugin.deepspeed.hf.evaluation import NominalRows, can_be_in_rows
+from ntp_plugin.deepspeed.hf.trainer_loop import TrainerLoop
 from ntp_plugin.deepspeed.hf.world import split_over_present_ranks
 from ntp_plugin.deepspeed.job import DeepSpeedJob
 
@@ -13,15 +15,26 @@ def are_possible() -> bool:
     return job is not None and job.loop.driver is not None
 
 
-def evaluate(work: Callable[[], Any], trainer: Any, loader: Any) -> Any:
-    """Run an evaluation from its beginning, over the ranks that are there."""
-    split_over_present_ranks(loader)
+def evaluate(work: Callable[[Any], Any], loop: TrainerLoop, loader: Any, gather: Any) -> Any:
+    """Run an evaluation from its beginning, over the ranks that are there.
+
+    Args:
+        work: Evaluates with a loader.
+        loop: The loop between whose steps it is.
+        loader: The loader that the Trainer has made.
+        gather: What the Trainer gathers with.
+    """
+    trainer = loop.trainer
     known = trainer.accelerator.gradient_state.dataloader_references
-    before = list(known)
+    before, trainer.gather_function = list(known), gather
+    split_over_present_ranks(loader)
+    if loop.window.degraded and can_be_in_rows(loader):
+        loop.rows = NominalRows(loader, trainer, nominal=loop.nominal)
+        trainer.gather_function = loop.rows.gather
     try:
-        return work()
+        return work(loop.rows or loader)
     finally:  # an interrupted one leaves its loader there
-        known[:] = before
+        known[:], loop.rows = before, None
 
 
 def tokens_in(original: Callable[..., None], trainer: Any, batch: Any) -> int:

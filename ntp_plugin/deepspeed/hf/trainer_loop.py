@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow
 from ntp_plugin.deepspeed.hf.batches import BatchBook
+from ntp_plugin.deepspeed.hf.evaluation import NominalRows
 from ntp_plugin.deepspeed.hf.joining import Progress
 from ntp_plugin.deepspeed.hf.loader import TrainerFeed
 from ntp_plugin.deepspeed.hf.steps import Step, due
@@ -49,7 +50,7 @@ class TrainerLoop(UserDraws):
     def __init__(
         self, trainer: Any, loader: Any, *, window: AccumulationWindow, rank: ElasticRank, loop: Loop, nominal: int
     ) -> None:
-        self.trainer, self.window, self._rank, self._loop, self._nominal = trainer, window, rank, loop, nominal
+        self.trainer, self.window, self._rank, self._loop, self.nominal = trainer, window, rank, loop, nominal
         super().__init__(1)  # accelerate calls the engine's `step` once for each step
         self._each = int(trainer.deepspeed.gradient_accumulation_steps())
         self.book = BatchBook(loader)
@@ -69,6 +70,8 @@ class TrainerLoop(UserDraws):
         """The epoch of the last log line."""
         self.joins_at: Progress | None = None
         """Where a joining rank comes in, until its Trainer is there."""
+        self.rows: NominalRows | None = None
+        """The loader of an evaluation while ranks are lost."""
         self.makes_step = False
         """Whether the Trainer is drawing the micro-batches of a step."""
         window.around = self
@@ -87,7 +90,7 @@ class TrainerLoop(UserDraws):
 
     def losses_in(self, _step_batch: int) -> int:
         """Return the nominal ranks: the Trainer's losses are parts of a mean already."""
-        return self._nominal
+        return self.nominal
 
     def may_admit(self) -> bool:
         """Whether all ranks are at the first micro-batch of a new step."""
@@ -157,6 +160,13 @@ class TrainerLoop(UserDraws):
         numbers = range(replica * self._each, replica * self._each + step.count)
         return _local(original, self.trainer, [self._inputs(step, number) for number in numbers], device)
 
+    def count_row(self, original: Callable[..., Any], batches: Sequence[Any], device: Any) -> Any:
+        """`_get_num_items_in_batch` in an evaluation: of the nominal ranks' batches of the row."""
+        if self.rows is None or not self.trainer.args.average_tokens_across_devices:
+            return original(self.trainer, batches, device)
+        with self.world.present():
+            return self.rows.count_items(lambda batch: _local(original, self.trainer, [batch], device), batches[0])
+
     def train(self, original: TrainingStep, items: Any) -> torch.Tensor:
         """`training_step`: bring this rank's share as far as the Trainer believes.
 
@@ -191,7 +201,7 @@ class TrainerLoop(UserDraws):
 
     def _taken(self, step: Step) -> None:
         self.done = step.number + 1
-        self.unlogged += self.window.loss_of_all() / self._nominal
+        self.unlogged += self.window.loss_of_all() / self.nominal
         own = range(self._replica * self._each, (self._replica + 1) * self._each)
         for number in step.share(self.window.numbers, self._each):
             if number not in own:

@@ -49,6 +49,15 @@ class World:
         finally:
             _set(num_processes=dist.get_world_size())
 
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Have it know the present number again, for a collective in between."""
+        _set(num_processes=dist.get_world_size())
+        try:
+            yield
+        finally:
+            _set(num_processes=self._rank.place.slots)
+
     def _show_progress(self) -> None:
         """Give a new first rank the bar that `ProgressCallback` makes when the training begins."""
         trainer = self._trainer
