@@ -9,6 +9,7 @@ from ntp_plugin.errors import Refused
 from ntp_plugin.testing.faults import kill
 from tests.harness.hf.compare import OF_LOG, assert_same_log, assert_same_training
 from tests.harness.hf.job import Job, run, undisturbed
+from tests.harness.hf.sft import make_sft
 
 STAGES = [0, 1, 2]
 FAULT_POINTS = ["counting", "counted", "forward", "backward", "reduce", "vote", "apply", "applied", "logging"]
@@ -93,6 +94,27 @@ def test_a_second_one_in_the_recovery(fault_point):
 def test_in_float32_with_clipping():
     job = Job(dtype="float32")
     outcomes, _ = run(job, faults=[kill(1, during="reduce", step=3)])
+    assert_same_training(outcomes, job)
+
+
+def test_adapters_over_a_frozen_model():
+    pytest.importorskip("peft")
+    job = Job(lora=True)
+    outcomes, _ = run(job, faults=[kill(1, during="gather", step=3)], back={1: 7})
+    assert_same_training(outcomes, job)
+
+
+def test_the_sft_trainer_of_trl():
+    """It gathers metrics within each loss, in which others wait for the lost rank."""
+    pytest.importorskip("trl")
+    job = Job(trainer=make_sft, dtype="float32")
+    outcomes, _ = run(job, faults=[kill(1, during="forward", step=3)], back={1: 7})
+    assert_same_training(outcomes, job)
+
+
+def test_activations_that_are_computed_again():
+    job = Job(arguments=(("activation_checkpointing", True),))
+    outcomes, _ = run(job, faults=[kill(1, during="backward", step=3)])
     assert_same_training(outcomes, job)
 
 

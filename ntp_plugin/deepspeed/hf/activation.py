@@ -233,7 +233,7 @@ def _predicted(original: Method) -> Method:
 
 
 def _saved(original: Method) -> Method:
-    """`Trainer._save_checkpoint`: again where a loss has cost the step."""
+    """`Trainer._save_checkpoint`: again after a loss, which may be that of the rank that writes for all."""
 
     @functools.wraps(original)
     def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -241,11 +241,7 @@ def _saved(original: Method) -> Method:
         if loop is None:
             original(trainer, *args, **kwargs)
             return
-        while True:
-            loop.catch_up()
-            original(trainer, *args, **kwargs)
-            if not loop.window.checkpoints.owes:
-                return
+        loop.until_whole(lambda: original(trainer, *args, **kwargs))
 
     return save
 
@@ -314,7 +310,7 @@ TABLE = (
     ),
     Replacement(
         target="transformers.trainer:Trainer._save_checkpoint",
-        why="a checkpoint is written again where a loss has cost its step",
+        why="a checkpoint is written again after a loss in it",
         make=_saved,
     ),
     Replacement(

@@ -12,6 +12,7 @@ recovery may take the state back by a step. That step is taken again before anyt
 the section in flight runs again. All ranks do so at the same place in the order of sections.
 """
 
+import contextlib
 import copy
 import functools
 from collections import deque
@@ -230,7 +231,7 @@ class TrainerLoop(UserDraws):
         trainer.current_gradient_accumulation_steps = step.count
         self._feed.give()
         assert original is not None, "a step comes from a call of it"
-        with self.world.nominal():
+        with self.world.nominal(), self.world.gathers_alone() if window.degraded else contextlib.nullcontext():
             found = window.through(lambda: original(trainer, trainer.model_wrapped, inputs, items))
         trainer.accelerator.gradient_state._set_sync_gradients(True)
         return None if found is None else found[0]
@@ -298,6 +299,20 @@ class TrainerLoop(UserDraws):
     def _vote_on(self, numbers: Callable[[], list[float]]) -> None:
         self._refuse_to_be_behind()
         self._loop.vote(lambda _: None, torch.tensor(numbers(), dtype=torch.float64))
+
+    def until_whole(self, save: Callable[[], None]) -> None:
+        """Save until nobody is lost meanwhile, with all ranks together: the first rank writes after the last section of
+        a checkpoint, and the next one must know whether it has ended that."""
+        while True:
+            self.catch_up()
+            self.world.follow()
+            epoch = self._rank.groups.epoch
+            save()
+            if not self.sums(functools.partial(self._spoiled, epoch))[0]:
+                return
+
+    def _spoiled(self, epoch: int) -> list[float]:
+        return [float(self._rank.groups.epoch != epoch or self.window.checkpoints.owes)]
 
     @property
     def _has_shared(self) -> bool:

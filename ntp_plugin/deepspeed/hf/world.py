@@ -9,8 +9,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import recursively_apply
 from transformers.trainer_callback import ProgressCallback
 
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -57,6 +59,23 @@ class World:
             yield
         finally:
             _set(num_processes=self._rank.place.slots)
+
+    @contextlib.contextmanager
+    def gathers_alone(self) -> Iterator[None]:
+        """Have accelerate gather this rank's values as if all nominal ranks had them. A loss that gathers metrics would
+        wait for ranks that have another number of micro-batches."""
+        accelerator = self._trainer.accelerator
+        accelerator.gather = accelerator.gather_for_metrics = self._alike
+        try:
+            yield
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+
+    def _alike(self, data: Any, **_: Any) -> Any:
+        return recursively_apply(self._repeated, data)
+
+    def _repeated(self, tensor: Any) -> Any:
+        return torch.cat([tensor[None] if tensor.ndim == 0 else tensor] * self._rank.place.slots)
 
     def _show_progress(self) -> None:
         """Give a new first rank the bar that `ProgressCallback` makes when the training begins."""

@@ -41,6 +41,8 @@ class Job:
     """Of TrainingArguments."""
     trainer: Callable[..., Any] | None = None
     """Makes the Trainer from its arguments, where it is not transformers' own."""
+    lora: bool = False
+    """Adapters are trained, and the rest of the model is frozen."""
     evaluates: int = 0
     """Samples that it evaluates."""
     folder: str = ""
@@ -217,8 +219,13 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
         pad_token_id=0,
     )
     torch.manual_seed(7)
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model = _in_float64(model) if job.dtype == "float64" else model
+    if job.lora:
+        from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM"))
+        model = model.double() if job.dtype == "float64" else model
     trainer = (job.trainer or Trainer)(
         model=model,
         args=args,
