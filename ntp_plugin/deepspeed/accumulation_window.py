@@ -100,12 +100,11 @@ class AccumulationWindow:
         self._data_epochs = DataEpochs(rank)
         self._done = 0
         """Micro-batches of the accumulation window whose backward is done."""
-        self._stale = self._voted = self._unwinding = self._somebody_asks = False
+        self._stale = self._voted = self._unwinding = self._somebody_asks = self._warned_of_evaluation = False
         self._drawn_anew = False
         """Whether the accumulation window begins after a recovery."""
         self._evaluates_alone = rank.place.joining
         """Whether evaluations run without the other slots, until all slots meet in the next training forward."""
-        self._warned_of_evaluation = False
         self.votes_on: int | None = None
         """The section whose step vote this rank is in. Once that section is over, this rank continues from there,
         whoever is lost."""

@@ -16,7 +16,9 @@ def make_sft(*, model: Any, args: Any, train_dataset: Any, **_: Any) -> Any:
 
     datasets, trl, transformers = map(_imported, ("datasets", "trl", "transformers"))
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(60)}, unk_token="w1"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1", eos_token="w2")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", unk_token="w1", eos_token="w2"
+    )
     samples = [{name: value.tolist() for name, value in sample.items()} for sample in train_dataset]
     columns = {name: [sample[name] for sample in samples] for name in ("input_ids", "labels")}
     columns["attention_mask"] = [[1] * len(tokens) for tokens in columns["input_ids"]]
