@@ -204,6 +204,8 @@ class AccumulationWindow:
                 self._take_in_hand()
             else:
                 Loaders.evaluate()
+                if self._loop.inside:  # the section runs again after a loss
+                    return work()
             if self._moves_together:
                 return self._together_forward(work, trains=trains)
             with self.replicas.alone() if self._is_not_in_yet else contextlib.nullcontext():

@@ -11,7 +11,7 @@ from tests.harness.hf.compare import OF_LOG, assert_same_log, assert_same_traini
 from tests.harness.hf.job import Job, run, undisturbed
 from tests.harness.hf.sft import make_sft
 
-STAGES = [0, 1, 2]
+STAGES = [0, 1, 2, 3]
 FAULT_POINTS = ["counting", "counted", "forward", "backward", "reduce", "vote", "apply", "applied", "logging"]
 LOSSES = [
     (stage, slot, fault_point)
@@ -19,7 +19,7 @@ LOSSES = [
     for slot in (0, 1, 3)
     for fault_point in (*FAULT_POINTS, *(["gather"] if stage else []))  # without ZeRO nothing is gathered
 ]
-SHORT = [(0, 1, "counting"), (1, 0, "vote"), (2, 3, "gather"), (2, 0, "logging")]
+SHORT = [(0, 1, "counting"), (1, 0, "vote"), (2, 3, "gather"), (3, 0, "logging")]
 EVALUATES = (("eval_strategy", "steps"), ("eval_steps", 3), ("per_device_eval_batch_size", 2))
 SAVES = (("save_strategy", "steps"), ("save_steps", 3))
 
@@ -50,14 +50,17 @@ def test_a_rank_is_killed(stage, slot, fault_point):
 
 @pytest.mark.parametrize("fault_point", ["counting", "forward", "gather"])
 @pytest.mark.parametrize("step", [5, 6])
-def test_a_rank_is_killed_where_a_data_epoch_ends(step, fault_point):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_is_killed_where_a_data_epoch_ends(stage, step, fault_point):
     """Step 5 has one micro-batch in place of two, since the data epoch ends there."""
-    job = Job()
+    job = Job(stage=stage)
     outcomes, _ = run(job, faults=[kill(1, during=fault_point, step=step)])
     assert_same_training(outcomes, job)
 
 
-@pytest.mark.parametrize(("stage", "slot"), [(0, 0), (1, 2), pytest.param(2, 2, marks=pytest.mark.short), (2, 0)])
+@pytest.mark.parametrize(
+    ("stage", "slot"), [(0, 0), (1, 2), (2, 2), (2, 0), pytest.param(3, 2, marks=pytest.mark.short)]
+)
 def test_a_rank_rejoins(stage, slot):
     """It comes in in the second data epoch."""
     job = Job(stage=stage)
@@ -97,9 +100,10 @@ def test_in_float32_with_clipping():
     assert_same_training(outcomes, job)
 
 
-def test_adapters_over_a_frozen_model():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_over_a_frozen_model(stage):
     pytest.importorskip("peft")
-    job = Job(lora=True)
+    job = Job(stage=stage, lora=True)
     outcomes, _ = run(job, faults=[kill(1, during="gather", step=3)], back={1: 7})
     assert_same_training(outcomes, job)
 
@@ -142,10 +146,11 @@ def test_losses_that_each_rank_divides_by_its_own_tokens():
     ("slot", "fault_point"),
     [pytest.param(0, "evaluating", marks=pytest.mark.short), (3, "evaluated"), (0, "saving"), (2, "written")],
 )
-def test_a_rank_is_killed_in_an_evaluation_or_a_checkpoint(tmp_path, slot, fault_point):
-    job = Job(evaluates=18, arguments=EVALUATES + SAVES, folder=str(tmp_path))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_is_killed_in_an_evaluation_or_a_checkpoint(tmp_path, stage, slot, fault_point):
+    job = Job(stage=stage, evaluates=18, arguments=EVALUATES + SAVES, folder=str(tmp_path))
     outcomes, _ = run(job, faults=[kill(slot, during=fault_point, step=3)])
-    assert_same_training(outcomes, Job(evaluates=18, arguments=EVALUATES))
+    assert_same_training(outcomes, Job(stage=stage, evaluates=18, arguments=EVALUATES))
     for step in (3, 6):
         folder = Path(tmp_path) / f"checkpoint-{step}"
         state = json.loads((folder / "trainer_state.json").read_text())

@@ -81,13 +81,22 @@ class TrainerLoop(UserDraws):
     # ------------------------------------------------ asked by the accumulation window
 
     def share(self, step: int, numbers: Sequence[int]) -> Sequence[int]:
-        """Return which of these micro-batches a step has."""
+        """Return which of these micro-batches a step has; with ZeRO-3 all ranks have as many, and repeat the last."""
         found = self._find(step)
-        return numbers if found is None else found.share(numbers, self._each)
+        return numbers if found is None else self._padded(found, self._distinct(found))
 
     def order(self, _followed: Any, _step: int, share: Sequence[int]) -> Sequence[int]:
         """Return the share itself."""
         return share
+
+    def _distinct(self, step: Step) -> list[int]:
+        return list(dict.fromkeys(step.share(self.window.numbers, self._each)))
+
+    def _padded(self, step: Step, share: list[int]) -> list[int]:
+        if not self.window.gathers_weights:
+            return share
+        shares = self.window.replicas.shares.values()
+        return share + share[-1:] * (max(len(step.share(one, self._each)) for one in shares if one) - len(share))
 
     def losses_in(self, _step_batch: int) -> int:
         """Return the nominal ranks: the Trainer's losses are parts of a mean already."""
@@ -148,7 +157,7 @@ class TrainerLoop(UserDraws):
         return self._items_of(step, original, self._replica, device)
 
     def _count(self, step: Step, original: Callable[..., Any], device: Any) -> int:
-        share = step.share(self.window.numbers, self._each)
+        share = self._distinct(step)
         found = _local(original, self.trainer, [self._inputs(step, number) for number in share], device)
         return int(found)
 
@@ -186,7 +195,7 @@ class TrainerLoop(UserDraws):
         loss: torch.Tensor | None = None
         while True:
             self.catch_up()
-            share = step.share(self.window.numbers, self._each)
+            share = self.share(step.number, self.window.numbers)
             if self.window.step > step.number or self.window.done >= due(len(share), call, step.count):
                 break
             is_own = self._number(step, call) == share[self.window.done]
@@ -204,7 +213,7 @@ class TrainerLoop(UserDraws):
         self.done = step.number + 1
         self.unlogged += self.window.loss_of_all() / self.nominal
         own = range(self._replica * self._each, (self._replica + 1) * self._each)
-        for number in step.share(self.window.numbers, self._each):
+        for number in self._distinct(step):
             if number not in own:
                 self.trainer.current_flos += float(self.trainer.floating_point_ops(self._inputs(step, number)))
 
@@ -218,7 +227,7 @@ class TrainerLoop(UserDraws):
     def _compute(self, step: Step, items: Any) -> Any:
         """Compute the next micro-batch of this rank's share; a loss may undo it."""
         trainer, window, original = self.trainer, self.window, self._step_of
-        share = step.share(window.numbers, self._each)
+        share = self.share(step.number, window.numbers)
         number = share[window.done]
         if not window.done:
             self._set_groups(step)
@@ -340,7 +349,7 @@ class TrainerLoop(UserDraws):
             return None
 
         def here() -> list[float]:
-            share = step.share(self.window.numbers, self._each)
+            share = self._distinct(step)
             return [float(sum(tokens_in(self._inputs(step, number)) for number in share))]
 
         return int(self.sums(here)[0])

@@ -44,7 +44,7 @@ def _at(owner: Any, name: str, reach: Callable[[str], None], before: Any = "", a
 
 
 def _report_steps(rank: Rank, job: Any, engine: Any) -> None:
-    from deepspeed.runtime.zero import stage_1_and_2  # noqa: PLC0415
+    from deepspeed.runtime.zero import stage3, stage_1_and_2  # noqa: PLC0415
 
     from ntp_plugin.deepspeed.fault_points import report_recoveries  # noqa: PLC0415
 
@@ -58,6 +58,7 @@ def _report_steps(rank: Rank, job: Any, engine: Any) -> None:
     _at(engine, "backward", reach, "backward")
     _at(engine, "allreduce_gradients", reach, "reduce")
     _at(stage_1_and_2, "all_gather_dp_groups", reach, "gather")
+    _at(stage3.DeepSpeedZeroOptimizer_Stage3, "_post_step", reach, "gather")
     _at(job.loop, "vote", reach, "vote")
     _at(job.loop, "apply", reach, "apply", "applied")
     if not rank.joining:

@@ -14,9 +14,11 @@ from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.hf.fault_points import FAULT_POINTS, report_fault_points
 from tests.harness.played_ranks import Asking, asking_of, played, quietly
-from tests.harness.zero.job import HALVES, emulate_in_float64
+from tests.harness.zero.job import HALVES, SMALL, emulate_in_float64, weights_of
 
 VOCABULARY, LENGTH, RATE = 60, 10, 1e-2
+GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
+"""So that the Trainer saves a model with ZeRO-3."""
 type Rows = list[list[Any]]
 
 
@@ -63,6 +65,7 @@ class Job:
                 "stage": self.stage,
                 "reduce_bucket_size": 2000,
                 "reduce_scatter": self.dtype != "float64",
+                **(SMALL | GATHERS if self.stage > 2 else {}),
             },
             "ntp": {"enabled": self.enabled, **dict(self.ntp)},
             **({} if self.own_schedule else own),
@@ -239,7 +242,7 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
     engine: Any = trainer.deepspeed
     state: Any = trainer.state
     return Seen(
-        weights={name: value.detach().double().numpy().copy() for name, value in engine.module.named_parameters()},
+        weights=weights_of(engine),
         log=state.log_history,
         steps=state.global_step,
         epoch=state.epoch,

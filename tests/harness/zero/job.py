@@ -259,6 +259,17 @@ def emulate_in_float64() -> None:
         zero.master_weights_and_grads_dtype = property(lambda _: torch.float64, lambda *_: None)
 
 
+def weights_of(engine: Any) -> dict[str, Any]:
+    """The weights of a rank; all ranks call this together with ZeRO-3, which gathers them."""
+    import deepspeed  # noqa: PLC0415
+
+    module, is_sharded = engine.module, engine.zero_optimization_stage() > 2
+    if is_sharded:
+        engine.empty_partition_cache()  # after an evaluation some are still prefetched
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=is_sharded):
+        return {name: value.detach().double().numpy().copy() for name, value in module.named_parameters()}
+
+
 class _Loop:
     """The user's script."""
 
@@ -356,13 +367,8 @@ class _Loop:
         return self._seen()
 
     def _weights(self) -> dict[str, Any]:
-        import deepspeed  # noqa: PLC0415
-
-        with deepspeed.zero.GatheredParameters(list(self.model.parameters()), enabled=self._job.stage > 2):
-            return {
-                name + f" of {self._rank.slot % self._job.tp}" * self._job.mpu: value.detach().double().numpy().copy()
-                for name, value in self.model.named_parameters()
-            }
+        of = f" of {self._rank.slot % self._job.tp}" * self._job.mpu
+        return {name + of: value for name, value in weights_of(self.engine).items()}
 
     def _seen(self) -> Seen:
         engine = self.engine
