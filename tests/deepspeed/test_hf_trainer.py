@@ -159,6 +159,14 @@ def test_a_rank_is_killed_in_an_evaluation_or_a_checkpoint(tmp_path, stage, slot
         assert len(list((folder / f"global_step{step}").glob("*_optim_states.pt"))) == 3
 
 
+def test_a_job_that_begins_from_a_checkpoint(tmp_path):
+    """In the middle of a data epoch."""
+    run(Job(enabled=False, steps=3, arguments=SAVES, folder=str(tmp_path)))
+    job = Job(resumes=str(tmp_path / "checkpoint-3"))
+    outcomes, _ = run(job, faults=[kill(1, during="forward", step=2)], back={1: 4})
+    assert_same_training(outcomes, job)
+
+
 def test_another_log_is_noticed():
     """A negative control."""
     log = undisturbed(Job())[0].log
