@@ -46,8 +46,10 @@ class Job:
     lora: bool = False
     """Adapters are trained, and the rest of the model is frozen."""
     evaluates: int = 0
-    """Samples that it evaluates."""
+    """Samples that it evaluates, once more at the end; and it takes the world down there, as a script may."""
     folder: str = ""
+    resumes: str = ""
+    """A checkpoint of another run, from which it begins."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -238,10 +240,12 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
     )
     if job.enabled:
         report_fault_points(rank, asking)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=job.resumes or None)
+    if job.evaluates:
+        trainer.evaluate()
     engine: Any = trainer.deepspeed
     state: Any = trainer.state
-    return Seen(
+    seen = Seen(
         weights=weights_of(engine),
         log=state.log_history,
         steps=state.global_step,
@@ -254,3 +258,6 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
         writes=args.should_save,
         tokens=int(state.num_input_tokens_seen),
     )
+    if job.evaluates:
+        trainer.end()
+    return seen
