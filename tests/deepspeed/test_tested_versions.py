@@ -17,9 +17,9 @@ from ntp_plugin.launch.script import after_import
 
 def alter():
     import deepspeed.runtime.engine as engine
-    import deepspeed.runtime.config as config
+    import deepspeed.utils.bwc as bwc
     engine.DeepSpeedEngine._flush_coalesced_reduction_zero12 = lambda self, optimizer, shards: None
-    del config.DEEPSPEED_OPTIMIZERS
+    del bwc.bwc_pipeline_parallel_world_size
 
 after_import("deepspeed.runtime.engine", alter)
 """
@@ -58,7 +58,7 @@ def test_changed_functions_are_refused_by_name_where_the_configuration_enables_t
     code, output = start(tmp_path, ALTER, ranks=1)
     assert code == 2, output
     assert "_flush_coalesced_reduction_zero12 is (self, optimizer, shards), tested as (self, optimizer)" in output
-    assert "deepspeed.runtime.config:DEEPSPEED_OPTIMIZERS is missing" in output
+    assert "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size is missing" in output
     assert "deepspeed 0.19.8 (tested: 0.19.8): " in output
     assert "Fix: pip install 'deepspeed==0.19.8'" in output
     assert "Traceback" not in output, output
@@ -87,5 +87,5 @@ def test_the_check_reports_it(alter):
         assert "note ntp_plugin was not tested with deepspeed 0.21.0" in " ".join(done.stdout.split())
     else:
         assert done.returncode == 2, done.stderr  # the check itself needs what is missing
-        assert "deepspeed.runtime.config:DEEPSPEED_OPTIMIZERS is missing" in done.stderr
+        assert "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size is missing" in done.stderr
         assert "Traceback" not in done.stderr
