@@ -23,7 +23,7 @@ from ntp_plugin.deepspeed.sharded_weights import shape_of
 from ntp_plugin.errors import StateLost
 from ntp_plugin.recovery.replica_comparison import ReplicatedState
 from ntp_plugin.reduction.stepped import Stepped, parts
-from ntp_plugin.training.optimizers import kept_by, refuse_unknown_state
+from ntp_plugin.training.optimizers import accept_rounding_by_place, kept_by, refuse_unknown_state
 
 
 class Lanes(Protocol):
@@ -45,6 +45,7 @@ class FullWidthState:
 
     def __init__(self, engine: Any, lanes: Lanes) -> None:
         self._engine, self._lanes = engine, lanes
+        accept_rounding_by_place(engine.basic_optimizer)
         known = kept_by(engine.basic_optimizer)
         for name, parameter in self._steps():
             refuse_unknown_state(known, name, parameter, engine.basic_optimizer.state.get(parameter, {}))

@@ -29,7 +29,7 @@ from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.lane_zero import LaneZero
 from ntp_plugin.reduction.sharded_step import ShardedStep
 from ntp_plugin.reduction.stepped import Stepped, make_room, parts, shards_of_lanes
-from ntp_plugin.training.optimizers import element_wise
+from ntp_plugin.training.optimizers import accept_rounding_by_place, element_wise
 
 
 class ZeroState:
@@ -45,6 +45,7 @@ class ZeroState:
         """`built_alone`: a context in which the collectives of all ranks are answered without them."""
         self._engine, self._replicas, self._built_alone = engine, replicas, built_alone
         self._cut = replicas if isinstance(replicas, CutReplicas) else None
+        accept_rounding_by_place(engine.basic_optimizer)
         element_wise(engine.basic_optimizer)
         zero = engine.optimizer
         self._kind, self._nominal = kind_of(zero), type(zero)

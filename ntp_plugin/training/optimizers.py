@@ -17,6 +17,7 @@ optimizers are recognized by the kernel that they carry. A subclass is another o
 """
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -90,6 +91,9 @@ INVENTORY = (
 )
 """What becomes of what optimizers keep, when state comes from copies."""
 
+_alike: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that may round an element by its place."""
+
 _FIX = "use SGD, Adam or AdamW, of torch, of NVIDIA's TransformerEngine or apex, or DeepSpeed's FusedAdam or FusedLion"
 
 
@@ -102,6 +106,15 @@ class CombinedOptimizer:
     def __init__(self, optimizers: Sequence[Any], state: MutableMapping[Any, Any]) -> None:
         self.optimizers, self.state = tuple(optimizers), state
         self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+
+def accept_rounding_by_place(optimizer: Any) -> None:
+    """Accept that an optimizer rounds an element by its place in memory (`fused` on a CPU), from now on.
+
+    For jobs in which an element is stepped at one place at a time: by the one rank that holds its shard, or by replicas
+    that all hold the same. Elsewhere replicas would drift apart.
+    """
+    _alike.add(optimizer)
 
 
 def element_wise(optimizer: object) -> ElementWise:
@@ -136,7 +149,8 @@ def _known(optimizer: object) -> ElementWise:
         raise Refused(f"the optimizer {name} is not known to be element-wise", fix=_FIX)
     if not hasattr(optimizer, known.carries):
         raise Refused(f"the optimizer {name} has no {known.carries}: it is another one of that name", fix=_FIX)
-    if any(group.get("fused") for group in getattr(optimizer, "param_groups")):  # noqa: B009  (any object may be asked)
+    groups = getattr(optimizer, "param_groups")  # noqa: B009  (any object may be asked)
+    if optimizer not in _alike and any(group.get("fused") for group in groups):
         raise Refused(
             "the optimizer has fused = True, which rounds an element by its place in memory, so layouts differ",
             fix="leave fused out",

@@ -18,7 +18,7 @@ def refuse(trainer: Any, loader: Any, config: Mapping[str, Any], *, resumes: boo
         config: The DeepSpeed configuration, with values in place of "auto".
         resumes: Whether the job begins from the copies of a dead one.
     """
-    for what, fix in (*_of_arguments(trainer.args, config), *_of_parallelism(trainer, config), *_of_loader(loader)):
+    for what, fix in (*_of_arguments(trainer.args), *_of_parallelism(trainer, config), *_of_loader(loader)):
         raise Refused(f"{what}, and such a Trainer cannot go on after a loss", fix=fix)
     if resumes:
         raise Refused(
@@ -27,16 +27,9 @@ def refuse(trainer: Any, loader: Any, config: Mapping[str, Any], *, resumes: boo
         )
 
 
-def _of_arguments(args: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_arguments(args: Any) -> Iterator[tuple[str, str]]:
     if args.auto_find_batch_size:
         yield "auto_find_batch_size builds a second engine", "set per_device_train_batch_size"
-    is_sharded = config.get("zero_optimization", {}).get("stage", 0) > 0
-    if is_sharded and "optimizer" not in config and args.optim == "adamw_torch_fused":
-        yield (
-            "optim = adamw_torch_fused, which is the default, rounds an element by its place in memory, so layouts"
-            " differ",
-            "--optim adamw_torch, or an optimizer in the DeepSpeed configuration",
-        )
 
 
 def _of_parallelism(trainer: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

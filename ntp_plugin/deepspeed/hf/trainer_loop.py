@@ -219,10 +219,20 @@ class TrainerLoop(UserDraws):
 
     def catch_up(self) -> None:
         """Take steps again that a recovery has undone."""
+        went_back = self.window.step < self.done
         while self.window.step < self.done:
             step = self._find(self.window.step)
             assert step is not None, "the newest steps are kept"
             self._compute(step, None)
+        if went_back:
+            self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Set the learning rates of the Trainer's own schedule, which has not gone back; the engine's has."""
+        engine, schedule = self.trainer.deepspeed, self.trainer.lr_scheduler
+        if engine.lr_scheduler is None and schedule is not None:
+            for group, rate in zip(engine.basic_optimizer.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def _compute(self, step: Step, items: Any) -> Any:
         """Compute the next micro-batch of this rank's share; a loss may undo it."""
