@@ -52,6 +52,11 @@ _GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_states.pt"
 
 
+class _WentBack(Exception):
+    """The state is at an earlier step than the one to be written. All ranks leave the section without a vote: some may
+    not have come to it, and take the step again, as this rank has to."""
+
+
 class EngineCheckpoints:
     """The checkpoints of one engine."""
 
@@ -102,8 +107,7 @@ class EngineCheckpoints:
             if window.replicas.why_none_is_saved:
                 _LOG.warning("no checkpoint was written: %s", window.replicas.why_none_is_saved)
             elif window.step != of_step:
-                self._owed = of_step
-                _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
+                raise _WentBack
             else:
                 window.compare()
                 if window.copies is not None:
@@ -111,7 +115,12 @@ class EngineCheckpoints:
                 saved[:] = [self.write(write)]
             return self._loop.vote(lambda _: saved[0], window.no_words())
 
-        result = window.section(work, lambda: saved[0])
+        try:
+            result = window.section(work, lambda: saved[0])
+        except _WentBack:
+            self._owed = of_step
+            _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
+            return None
         if window.step == of_step:
             before = self.saved[1] if self.saved is not None and self.saved[0] == of_step else ()
             self.saved = of_step, (*before, str(path))

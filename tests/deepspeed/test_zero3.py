@@ -21,8 +21,7 @@ def loses_one(job, *, slot=1, during="gather-backward", step=6, back=None):
     return outcomes, rows
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.short), 3])
 def test_ranks_with_fewer_micro_batches_repeat_one(each):
     """All ranks gather in every forward: three ranks with shares of 2, 1 and 1 go forward twice each."""
     loses_one(dataclasses.replace(THREE, each=each))
@@ -86,6 +85,16 @@ def test_the_model_is_written_by_the_ranks_that_are_left(tmp_path):
     assert saved.keys() == whole.keys()
     seen = dataclasses.replace(outcomes[0], weights={name: value.double().numpy() for name, value in saved.items()})
     assert of_weights(seen, whole) <= BOUNDS["float64"]
+
+
+@pytest.mark.short
+def test_a_rank_saves_while_others_are_in_the_vote_of_the_step():
+    """No collective follows the vote if no parameter persists. The state goes back, and the step is taken again."""
+    none_persists = json.dumps({"stage3_param_persistence_threshold": 0})
+    job = dataclasses.replace(THREE, saves=8, slow_to_leave=8, zero=none_persists)
+    outcomes, rows = run(job, faults=[kill(3, during="save", step=8)])
+    assert sorted(outcomes) == [0, 1, 2]
+    assert_same_training(outcomes, rows, job)
 
 
 ON_CPU, NOWHERE = {"device": "cpu"}, {"device": "none"}
