@@ -19,7 +19,7 @@ LOSSES = [
     for slot in (0, 1, 3)
     for fault_point in (*FAULT_POINTS, *(["gather"] if stage else []))  # without ZeRO nothing is gathered
 ]
-SHORT = [(0, 1, "counting"), (1, 0, "vote"), (2, 3, "gather"), (3, 0, "logging")]
+SHORT = [(0, 1, "counting"), (2, 3, "gather"), (3, 0, "logging")]
 EVALUATES = (("eval_strategy", "steps"), ("eval_steps", 3), ("per_device_eval_batch_size", 2))
 SAVES = (("save_strategy", "steps"), ("save_steps", 3))
 

@@ -19,8 +19,9 @@ STAGES = [0, 1, 2, 3]
 FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied", "between"]
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.short), 2, pytest.param(3, marks=pytest.mark.short)]
+)
 def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = Job(stage=stage)
@@ -74,7 +75,7 @@ def test_a_rank_is_killed(stage, slot, fault_point):
 
 
 @pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_rejoins(stage, step):
     job = Job(stage=stage)
     outcomes, rows = run(job, faults=[kill(2, during="vote", step=step)], back={2: 12})
