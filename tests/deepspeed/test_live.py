@@ -353,13 +353,6 @@ def test_without_copies_a_shard_is_lost_with_its_rank():
 @pytest.mark.parametrize(
     ("more", "ntp", "kind", "message"),
     [
-        pytest.param(
-            (("zero_optimization", {"stage": 3, "offload_param": {"device": "cpu"}}),),
-            (),
-            Refused,
-            r"zero_optimization\.offload_param",
-            marks=pytest.mark.short,
-        ),
         ((("managed_gradient_accumulation", False),), (), Refused, "managed_gradient_accumulation"),
         ((("hybrid_engine", {"enabled": True}),), (), Refused, "hybrid_engine|DeepSpeedHybridEngine"),
         ((("datastates_ckpt", {}),), (), Refused, "datastates_ckpt"),
