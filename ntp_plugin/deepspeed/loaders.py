@@ -59,20 +59,9 @@ class Followed:
     def _prepare(self, loader: Any, original: Callable[[Any], Iterator[Any]], data_epoch: int, *, again: bool) -> Any:
         """Return batches from the current position of the stream to the end of a data epoch."""
         wanted = (self._indices(one, loader) for one in self.stream.ahead(data_epoch))
-        like = DataLoader(
-            loader.dataset,
-            batch_sampler=_Wanted(wanted),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-        )
+        of_these = like(loader, _Wanted(wanted), generator=loader.generator)
         with torch.random.fork_rng(devices=[], enabled=again):  # the first one draws like the loader's own
-            return original(like)
+            return original(of_these)
 
     def _indices(self, one: MicroBatch, loader: Any) -> list[int]:
         if (one.data_epoch, one.replica) not in self._orders:
@@ -138,6 +127,22 @@ class _DataEpochIterator:
         self._followed.drawn()
         Loaders.last = self._followed
         return batch
+
+
+def like(loader: Any, batches: Any, *, generator: torch.Generator | None = None) -> Any:
+    """Return a loader of other batches that reads and collates them as this one does."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
 
 
 class _Wanted:

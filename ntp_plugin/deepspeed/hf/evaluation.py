@@ -8,7 +8,6 @@ is dropped.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.utils import recursively_apply, send_to_device
-from torch.utils.data import DataLoader
 
 from ntp_plugin.deepspeed.hf.batches import Listed
+from ntp_plugin.deepspeed.loaders import like
 
 
 def can_be_in_rows(loader: Any) -> bool:
@@ -58,7 +57,7 @@ class NominalRows:
         state, loader = self._trainer.accelerator.gradient_state, self._loader
         mine = [self._batch_of(*divmod(number, self._parts)) for number in range(len(self))]
         state._add_dataloader(self)
-        for number, batch in enumerate(_like(loader, mine)):
+        for number, batch in enumerate(like(loader, mine)):
             self._row, self._part = divmod(number, self._parts)
             self.end_of_dataloader = number == len(self) - 1
             yield batch if loader.device is None else send_to_device(batch, loader.device)
@@ -94,17 +93,3 @@ class NominalRows:
             counts = [count(self._loader.collate_fn([self.dataset[sample] for sample in one])) for one in others]
             self._items = self._trainer.accelerator.gather(here + sum(counts)).sum()
         return self._items
-
-
-def _like(loader: Any, batches: list[list[int]]) -> DataLoader[Any]:
-    make: Callable[..., DataLoader[Any]] = functools.partial(DataLoader, loader.dataset)
-    return make(
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-    )
