@@ -52,9 +52,9 @@ _GIVEN = "what engine.load_checkpoint gave the script (its client_state)"
 _SHARDS = "*zero_pp_rank_{}_mp_rank_*_states.pt"
 
 
-class _WentBack(Exception):
-    """The state is at an earlier step than the one to be written. All ranks leave the section without a vote: some may
-    not have come to it, and take the step again, as this rank has to."""
+class WentBack(Exception):
+    """The state is at an earlier step than a section is for. All ranks leave the section without a vote: some may not
+    have come to it, and take the step again, as this rank has to."""
 
 
 class EngineCheckpoints:
@@ -107,7 +107,7 @@ class EngineCheckpoints:
             if window.replicas.why_none_is_saved:
                 _LOG.warning("no checkpoint was written: %s", window.replicas.why_none_is_saved)
             elif window.step != of_step:
-                raise _WentBack
+                raise WentBack
             else:
                 window.compare()
                 if window.copies is not None:
@@ -117,7 +117,7 @@ class EngineCheckpoints:
 
         try:
             result = window.section(work, lambda: saved[0])
-        except _WentBack:
+        except WentBack:
             self._owed = of_step
             _LOG.warning("no checkpoint was written of step %d, which the loop takes again", of_step)
             return None

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ntp_plugin.deepspeed.accumulation_window import AccumulationWindow
+from ntp_plugin.deepspeed.checkpoints import WentBack
 from ntp_plugin.deepspeed.hf.batches import BatchBook
 from ntp_plugin.deepspeed.hf.evaluation import NominalRows
 from ntp_plugin.deepspeed.hf.joining import Progress
@@ -36,10 +37,6 @@ from ntp_plugin.recovery.voted_sections import Loop
 
 type TrainingStep = Callable[..., torch.Tensor]
 _STEPS_KEPT = 3
-
-
-class _WentBack(Exception):
-    """A section may not run before a lost step is taken again."""
 
 
 class TrainerLoop(UserDraws):
@@ -287,7 +284,7 @@ class TrainerLoop(UserDraws):
             found: list[Result] = []
             try:
                 self.window.section(functools.partial(self._attempt, work, found), lambda: None)
-            except _WentBack:
+            except WentBack:
                 continue
             self.world.follow()
             return found[-1]
@@ -300,7 +297,7 @@ class TrainerLoop(UserDraws):
     def _refuse_to_be_behind(self) -> None:
         self.world.follow()
         if self.window.step < self.done:
-            raise _WentBack
+            raise WentBack
 
     def sums(self, numbers: Callable[[], list[float]]) -> list[float]:
         """Return the sums over all ranks of the numbers that each has then."""
@@ -310,7 +307,7 @@ class TrainerLoop(UserDraws):
             self.catch_up()
             try:
                 self.window.section(functools.partial(self._vote_on, numbers), lambda: None)
-            except _WentBack:
+            except WentBack:
                 continue
             self.world.follow()
             return [float(number) for number in self._loop.outcome]
