@@ -91,7 +91,7 @@ def unsupported_keys(raw: Mapping[str, Any], zero: Any) -> Iterator[UnsupportedO
         zero: Its `zero_optimization` as DeepSpeed reads it.
     """
     cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
-    of_zero = (_of_zero(zero), _of_stage_3(zero, cuts=cuts), _of_offloading(zero))
+    of_zero = (_of_zero(zero), _of_stage_3(raw, zero, cuts=cuts), _of_offloading(zero))
     for found in (*of_zero, _of_autotp(raw, zero), _of_the_loop(raw), _of_the_engine(raw)):
         yield from (_cannot_go_on(flag, why) for flag, why, is_so in found if is_so)
 
@@ -152,11 +152,16 @@ def _of_the_engine(raw: Mapping[str, Any]) -> Iterator[_Reason]:
     )
 
 
-def _of_stage_3(zero: Any, *, cuts: bool) -> Iterator[_Reason]:
+def _of_stage_3(raw: Mapping[str, Any], zero: Any, *, cuts: bool) -> Iterator[_Reason]:
     if int(zero.stage) < 3:
         return
     block, needs_cuda = "zero_optimization", "calls kernels that exist for CUDA alone, and has not been run"
     yield "tensor_parallel.autotp_size > 1 with ZeRO-3", "shards parts that a loss cuts anew", cuts
+    yield (
+        "gradient_predivide_factor with ZeRO-3",
+        "is not multiplied back by DeepSpeed where it equals the number of ranks, which a loss changes",
+        raw.get("gradient_predivide_factor", 1.0) != 1.0,
+    )
     yield (
         f"{block}.zero_hpz_partition_size > 1",
         "keeps second slices, which are not restored",

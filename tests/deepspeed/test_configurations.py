@@ -116,6 +116,7 @@ AUTOCAST = [
     (0, "bfloat16"),
     (1, "bfloat16"),
     (2, "bfloat16"),
+    (3, "bfloat16"),
     *(pytest.param(stage, "float16", marks=NEEDS_FLOAT16) for stage in STAGES),
 ]
 
@@ -139,7 +140,7 @@ def test_autocast(stage, dtype):
     trains_alike_in_a_small_type(Job(stage=stage, dtype="float32", more=(("torch_autocast", autocast),)))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, 3])
 def test_gradients_are_reduced_in_another_type(stage):
     trains_alike_in_a_small_type(Job(stage=stage, dtype="float32", more=(("communication_data_type", "bf16"),)))
 

@@ -44,7 +44,8 @@ JOBS = {
     "off": ({name: value for name, value in config().items() if name != "ntp"}, []),
     "several": (
         config(
-            zero_optimization={"stage": 3, "zero_hpz_partition_size": 2},
+            zero_optimization={"stage": 3, "zero_hpz_partition_size": 2, "reduce_scatter": False},
+            gradient_predivide_factor=4.0,
             ntp={"route": "via_core"},
             data_efficiency=SAMPLES,
             checkpoint={"writer": {"type": "python"}},
@@ -162,6 +163,7 @@ def test_all_unsupported_keys_are_named_at_once(found):
     check = found("several", 1)
     flags = [option["flag"] for option in check["unsupported"]]
     assert flags == [
+        "gradient_predivide_factor with ZeRO-3",
         "zero_optimization.zero_hpz_partition_size > 1",
         "data_efficiency.data_sampling",
         "checkpoint.writer",

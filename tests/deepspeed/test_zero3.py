@@ -61,6 +61,11 @@ def test_a_transformer(kind):
     loses_one(dataclasses.replace(THREE, transformer=kind, dtype="float32"), slot=0, back={0: 12})
 
 
+def test_modules_whose_parameters_are_gathered_as_one():
+    leaves = json.dumps({"leaf_module": {"name_suffixes": ["mlp"]}})
+    loses_one(dataclasses.replace(THREE, transformer="llama", dtype="float32", zero=leaves), back={1: 12})
+
+
 def test_an_evaluation_is_interrupted():
     """Every forward of it is a gather; the rest gives NaN, and training goes on."""
     outcomes, rows = loses_one(dataclasses.replace(THREE, evaluates=9), during="evaluation", step=9)
