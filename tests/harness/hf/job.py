@@ -189,10 +189,8 @@ def _in_float64(model: Any) -> Any:
     return model.double()
 
 
-def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: PLC0415
-
-    torch.set_num_threads(1)
+def _arguments(job: Job, folder: str) -> dict[str, Any]:
+    """Of TrainingArguments."""
     given: dict[str, Any] = {
         "output_dir": folder,
         "deepspeed": job.config,
@@ -212,7 +210,12 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    args = TrainingArguments(**given | dict(job.arguments))
+    return given | dict(job.arguments)
+
+
+def _make_model(job: Job) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=48,
@@ -226,13 +229,21 @@ def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
     torch.manual_seed(7)
     model: Any = LlamaForCausalLM(config)
     model = _in_float64(model) if job.dtype == "float64" else model
-    if job.lora:
-        from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    if not job.lora:
+        return model
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
 
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM"))
-        model = model.double() if job.dtype == "float64" else model
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM"))
+    return model.double() if job.dtype == "float64" else model
+
+
+def _train(job: Job, rank: Rank, asking: Asking, folder: str) -> Seen:
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    args = TrainingArguments(**_arguments(job, folder))
     trainer = (job.trainer or Trainer)(
-        model=model,
+        model=_make_model(job),
         args=args,
         train_dataset=Text(job.samples),
         eval_dataset=Text(job.evaluates, 1000) if job.evaluates else None,
