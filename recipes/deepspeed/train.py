@@ -5,10 +5,12 @@ docs/tutorials/deepspeed-recipe.md goes through it.
   cd recipes/deepspeed
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config.json
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_tp.json
+  ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_zero3.json
 
-The first is data parallel with ZeRO. In the second, AutoTP cuts the model over two ranks in each of two replicas. Both
-run on CPU as they are: the model is random, and nothing is downloaded. While it runs, kill one of the four workers
-(their pids are printed). The others go on at once with its samples, and with its part of the model where it had one.
+The first is data parallel with ZeRO. In the second, AutoTP cuts the model over two ranks in each of two replicas. In the
+third, ZeRO-3 shards the weights too. All run on CPU as they are: the model is random, and nothing is downloaded. While
+it runs, kill one of the four workers (their pids are printed). The others go on at once with its samples, and with its
+part of the model where it had one.
 Some twenty seconds later a new process takes its place.
 
 The last line is that of an undisturbed run, except for the last digits. (Adam's eps is 1e-4 here; at 1e-8 Adam turns
@@ -80,12 +82,14 @@ def main():
                     print(f"step {engine.global_steps}: loss {loss.item():.6f}", flush=True)
         if args.save:
             engine.save_checkpoint(args.save)
+    sharded = engine.zero_optimization_stage() > 2
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=sharded):
+        weights = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
     engine.eval()
     with torch.no_grad():
         tokens = torch.stack([Text()[number] for number in range(16)]).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss.item()
     if torch.distributed.get_rank() == 0:
-        weights = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
         members = torch.distributed.get_world_size()
         print(
             f"done: step {engine.global_steps}, samples {engine.global_samples}, loss {loss:.9f},"
