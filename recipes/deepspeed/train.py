@@ -7,11 +7,10 @@ docs/tutorials/deepspeed-recipe.md goes through it.
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_tp.json
   ntp run --standalone --nproc-per-node=4 --ntp-respawn=1 train.py --deepspeed_config ds_config_zero3.json
 
-The first is data parallel with ZeRO. In the second, AutoTP cuts the model over two ranks in each of two replicas. In the
-third, ZeRO-3 shards the weights too. All run on CPU as they are: the model is random, and nothing is downloaded. While
-it runs, kill one of the four workers (their pids are printed). The others go on at once with its samples, and with its
-part of the model where it had one.
-Some twenty seconds later a new process takes its place.
+The first is data parallel with ZeRO. In the second, AutoTP cuts the model over two ranks in each of two replicas. In
+the third, ZeRO-3 shards the weights too. All run on CPU as they are: the model is random, and nothing is downloaded.
+While it runs, kill one of the four workers (their pids are printed). The others go on at once with its samples, and
+with its part of the model where it had one. Some twenty seconds later a new process takes its place.
 
 The last line is that of an undisturbed run, except for the last digits. (Adam's eps is 1e-4 here; at 1e-8 Adam turns
 rounding into differences of a thousandth.) Without the `ntp` block of the configuration the plugin is off. Takes a

@@ -190,7 +190,7 @@ def _in_float64(model: Any) -> Any:
 
 
 def _arguments(job: Job, folder: str) -> dict[str, Any]:
-    """Of TrainingArguments."""
+    """What TrainingArguments gets."""
     given: dict[str, Any] = {
         "output_dir": folder,
         "deepspeed": job.config,
