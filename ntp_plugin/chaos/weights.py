@@ -1,8 +1,8 @@
 """Compare the final weights of two runs, from the digests that their slots recorded (`copies/sketch.py`). PURE.
 
-The digests of a replica's sharded weights add up over its slots, and those of experts over the slots of their expert
-group. Those of a replica's replicated weights add up over the stages, for each TP slot. A sum that lacks a slot,
-because it was lost after the last step, is not compared.
+The digests of a replica's sharded weights add up over its slots, those of experts over the slots of their expert group,
+and those of ZeRO-3 over all ranks. Those of a replica's replicated weights add up over the stages, for each TP slot. A
+sum that lacks a slot, because it was lost after the last step, is not compared.
 """
 
 import math
@@ -30,16 +30,16 @@ def apart(run: History, reference: History) -> dict[str, float]:
 
 
 def _replica_digests(run: History) -> Iterator[_ReplicaDigests]:
-    """Yield the digests of sharded weights, then of replicated ones, then of experts."""
-    cut, alike, experts = defaultdict(list), defaultdict(list), defaultdict(list)
+    """Yield the digests of sharded weights, then of replicated ones, then of those that others than a replica share."""
+    cut, alike, shared = defaultdict(list), defaultdict(list), defaultdict(list)
     for slot, weighed in run.weighed.items():
         replica, _, tp = slot.split(".")
         cut[f"replica {replica[1:]}"].append((weighed.cut_values, weighed.cut))
         alike[f"the replicated weights of TP slot {tp[1:]} of replica {replica[1:]}"].append(
             (weighed.alike_values, weighed.alike)
         )
-        experts[f"expert group {weighed.expert_group}"].append((weighed.experts_values, weighed.experts))
-    for replica_digests in (cut, alike, experts):
+        shared[weighed.shared_by].append((weighed.shared_values, weighed.shared))
+    for replica_digests in (cut, alike, shared):
         yield {name: _added(parts) for name, parts in replica_digests.items() if any(many for many, _ in parts)}
 
 

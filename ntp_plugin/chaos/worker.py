@@ -100,19 +100,19 @@ def weighed(weights: Iterable[Weight]) -> Weighed:
     """Return the event with the digests of some weights."""
     from ntp_plugin.copies.sketch import sketch  # noqa: PLC0415  (a framework has imported torch already)
 
-    cut, alike, experts = list[Weight](), list[Weight](), list[Weight]()
+    cut, alike, shared = list[Weight](), list[Weight](), list[Weight]()
     for weight in weights:
-        (experts if weight.expert_group else cut if weight.is_cut else alike).append(weight)
-    sums = [sketch((weight.tensor_slice, weight.values) for weight in some) for some in (cut, alike, experts)]
-    values = [sum(weight.tensor_slice.size for weight in some) for some in (cut, alike, experts)]
+        (shared if weight.shared_by else cut if weight.is_cut else alike).append(weight)
+    sums = [sketch((weight.tensor_slice, weight.values) for weight in some) for some in (cut, alike, shared)]
+    values = [sum(weight.tensor_slice.size for weight in some) for some in (cut, alike, shared)]
     return Weighed(
         cut=sums[0],
         cut_values=values[0],
         alike=sums[1],
         alike_values=values[1],
-        experts=sums[2] if experts else [],
-        experts_values=values[2],
-        expert_group=experts[0].expert_group if experts else "",
+        shared=sums[2] if shared else [],
+        shared_values=values[2],
+        shared_by=shared[0].shared_by if shared else "",
     )
 
 

@@ -79,7 +79,12 @@ def slices_stepped(zero: Any) -> list[ParameterSlices]:
     ]
     known = {id(parameter) for group in zero.fp16_groups for parameter in group}
     frozen = [parameter for parameter in zero.module.parameters() if id(parameter) not in known]
-    return stepped + [ParameterSlices(values=one.ds_tensor, parameters=(one,)) for one in frozen]
+    return stepped + [slice_of(one) for one in frozen]
+
+
+def slice_of(parameter: Any) -> ParameterSlices:
+    """Return this rank's slice of a parameter, as DeepSpeed gathers it."""
+    return ParameterSlices(values=parameter.ds_tensor, parameters=(parameter,))
 
 
 def spread(zero: Any) -> None:

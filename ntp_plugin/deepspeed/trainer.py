@@ -28,7 +28,7 @@ from ntp_plugin.deepspeed.engine_counters import count
 from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.full_width_state import FullWidthState, hand_over
 from ntp_plugin.deepspeed.inventory import refuse_unknown
-from ntp_plugin.deepspeed.sharded_weights import is_sharded
+from ntp_plugin.deepspeed.sharded_weights import is_sharded, slice_of
 from ntp_plugin.deepspeed.zero_state import ZeroState
 from ntp_plugin.errors import Refused, StateLost
 from ntp_plugin.membership.agreement import Agreed
@@ -169,10 +169,18 @@ class EngineTrainer:
         return WhoTrains(trains=there, present=there, lost_nodes=surviving.lost_nodes)
 
     def weights(self) -> Iterator[Weight]:
-        """Yield what this slot holds of the model; with ZeRO-3 nothing, since no other rank holds the same."""
+        """Yield what this slot holds of the model."""
         replicas = self._replicas
         for name, values in self._whole_parameters():
             yield Weight(tensor_slice=replicas.part(name), values=values, is_cut=replicas.is_cut(name))
+        for name, parameter in self._engine.module.named_parameters():
+            for _, start, stop, at in slice_of(parameter).overlaps() if is_sharded(parameter) else ():
+                yield Weight(
+                    tensor_slice=dataclasses.replace(replicas.part(name), start=start, stop=stop),
+                    values=slice_of(parameter).values[at : at + stop - start],
+                    is_cut=False,
+                    shared_by="all ranks",
+                )
 
     def _whole_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         named = self._engine.module.named_parameters()

@@ -65,8 +65,8 @@ class Weight:
     values: "torch.Tensor"
     is_cut: bool
     """Whether it is cut over the TP slots; otherwise each slot holds all of it."""
-    expert_group: str = ""
-    """The expert group that holds all of it together; empty if a replica does."""
+    shared_by: str = ""
+    """Who holds all of it together: an expert group, or all ranks with ZeRO-3. Empty if a replica does."""
 
 
 class Reached(Protocol):

@@ -205,16 +205,17 @@ class Weighed:
     workers of a campaign (`chaos/worker.py`)."""
 
     cut: list[float]
-    """Sketch of this process's slices of the tensors that its replica shards, without those of experts."""
+    """Sketch of this process's slices of the tensors that its replica shards, without shared ones."""
     cut_values: int
     """Number of elements in it."""
     alike: list[float]
     """Sketch of the tensors that all TP slots of its stage replicate."""
     alike_values: int
-    experts: list[float] = dataclasses.field(default_factory=list)
-    """Sketch of this process's slices of experts, which its expert group has together."""
-    experts_values: int = 0
-    expert_group: str = ""
+    shared: list[float] = dataclasses.field(default_factory=list)
+    """Sketch of this process's slices of tensors that others than a replica hold together."""
+    shared_values: int = 0
+    shared_by: str = ""
+    """Who they are, such as an expert group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

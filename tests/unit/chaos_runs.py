@@ -21,7 +21,9 @@ def weighed_with_experts(slots, slot):
     """The same, and twelve values of experts dealt to all slots, which are one expert group."""
     mine = [value for value in range(12) if slots[value % len(slots)] == slot]
     experts = [float(value) if value in mine else 0.0 for value in range(12)]
-    return dataclasses.replace(weighed(slots, slot), experts=experts, experts_values=len(mine), expert_group="0")
+    return dataclasses.replace(
+        weighed(slots, slot), shared=experts, shared_values=len(mine), shared_by="expert group 0"
+    )
 
 
 def run_events(*, killed_in=None, back_in=None, samples=None, loss=5.0, steps=STEPS, again=(), weights=weighed):

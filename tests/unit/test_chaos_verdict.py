@@ -119,7 +119,7 @@ def test_weights_that_differ_from_the_reference_are_reported(what, slot):
 
 @pytest.mark.parametrize(("by", "holds"), [(0.0, True), (1e-9, False)])
 def test_the_experts_of_a_group_are_compared_however_they_are_dealt(by, holds):
-    lost = history(killed_in=3, weights=altered("experts", "r1.s0.t1", by, weighed_with_experts))
+    lost = history(killed_in=3, weights=altered("shared", "r1.s0.t1", by, weighed_with_experts))
     found = verdict(lost, reference=history(weights=weighed_with_experts))
     (check,) = [check for check in found.checks if "weights" in check.what]
     assert check.holds is holds

@@ -218,18 +218,18 @@ def test_the_clock_jumps_and_the_record_keeps_its_order(here, monkeypatch, secon
     assert 0 <= second.at - first.at < 60
 
 
-def weight(name, values, *, is_cut=False, expert_group=""):
+def weight(name, values, *, is_cut=False, shared_by=""):
     size = values.numel()
     tensor_slice = TensorSlice(tensor=name, shape=(size,), dim=0, ranges=((0, size),), start=0, stop=size)
-    return Weight(tensor_slice=tensor_slice, values=values, is_cut=is_cut, expert_group=expert_group)
+    return Weight(tensor_slice=tensor_slice, values=values, is_cut=is_cut, shared_by=shared_by)
 
 
 def test_final_weights_are_recorded_by_who_holds_the_whole():
-    of_an_expert = weight("expert", torch.ones(5), is_cut=True, expert_group="1")
+    of_an_expert = weight("expert", torch.ones(5), is_cut=True, shared_by="expert group 1")
     found = weighed([weight("norm", torch.ones(2)), weight("qkv", torch.ones(3), is_cut=True), of_an_expert])
-    assert (found.alike_values, found.cut_values, found.experts_values) == (2, 3, 5)
-    assert found.expert_group == "1"
-    assert found.experts == sketch([(of_an_expert.tensor_slice, of_an_expert.values)])
+    assert (found.alike_values, found.cut_values, found.shared_values) == (2, 3, 5)
+    assert found.shared_by == "expert group 1"
+    assert found.shared == sketch([(of_an_expert.tensor_slice, of_an_expert.values)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -66,7 +66,7 @@ def _weights(job: start.MegatronJob) -> Iterator[Weight]:
             tensor_slice=tensor_slice,
             values=state.live.parameters[tensor.name],
             is_cut=bool(tensor.family),
-            expert_group=state.expert_group(tensor, layout),
+            shared_by=state.expert_group(tensor, layout),
         )
 
 

@@ -79,8 +79,8 @@ class TrainedState:
             yield tensor, naming.tensor_slice(name, naming.places(name), 0, size, naming.holder(name))
 
     def expert_group(self, tensor: Tensor, layout: Layout) -> str:
-        """Return the number of the expert group that holds the whole of a tensor, or "" if a replica does."""
-        return str(layout.expert_place.replica) if self._naming(layout).is_of_experts(tensor.name) else ""
+        """Return the name of the expert group that holds the whole of a tensor, or "" if a replica does."""
+        return f"expert group {layout.expert_place.replica}" if self._naming(layout).is_of_experts(tensor.name) else ""
 
     # ------------------------------------------------ from copies
 
