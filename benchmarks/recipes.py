@@ -42,13 +42,11 @@ OWN = {
 
 
 def recipes_of(path: Path) -> Iterator[tuple[str, Recipe]]:
-    """One for each framework that it can be played on."""
+    """One for each framework that it can be played on; one alone if its job is like no other one."""
     own = read_recipe(path)
-    if "deepspeed" in own.job.like:
-        yield "deepspeed", own
-        return
-    yield "megatron", own
-    if path.stem in OWN:
+    framework = "deepspeed" if any("deepspeed" in word for word in (own.job.like, *own.job.run)) else "megatron"
+    yield framework, own
+    if framework == "deepspeed" or not own.job.like or path.stem in OWN:
         return
     like, steps_of_an_epoch = COUNTERPARTS[own.job.like]
     other = read_recipe(path, job=RECIPES / like)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recipes import recipes_of
 from ntp_plugin.chaos.recipe import read_recipe
 from ntp_plugin.cli.main import main
 from ntp_plugin.errors import ConfigError
@@ -31,6 +32,14 @@ def test_each_recipe_documents_its_faults_and_its_command(path):
         elif recipe.job.hosts > 1:
             with pytest.raises(ConfigError, match=r"is for a job on several hosts"):
                 read_recipe(path, job=job)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_each_recipe_has_a_framework_to_be_played_on(path):
+    frameworks = [framework for framework, _ in recipes_of(path)]
+    of_its_own = [framework for framework in ("megatron", "deepspeed") if framework in path.stem]
+    assert frameworks == (of_its_own or frameworks)
+    assert frameworks[:1] in (["megatron"], ["deepspeed"])
 
 
 def test_a_job_inherits_from_another_except_for_its_own_keys(tmp_path):
