@@ -14,6 +14,7 @@ untouched.
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import groups
 
 _OF_MODULES = (
     "pre_bwd_fn",
@@ -88,7 +90,10 @@ def slice_of(parameter: Any) -> ParameterSlices:
 
 
 def spread(zero: Any) -> None:
-    """Compute the weights of this rank's slices from what is stepped; DeepSpeed gathers them when they are needed."""
+    """Compute the weights of this rank's slices from what is stepped; DeepSpeed gathers them when they are needed. What
+    it has put into second slices until now, when it was built again, are no weights."""
+    for parameter in zero.module.parameters():
+        parameter.ds_secondary_tensor = None
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
 
@@ -112,7 +117,17 @@ def dismantle(zero: Any) -> None:
         for name in _OF_MODULES:
             vars(module).pop(name, None)
     for parameter in zero.module.parameters():
+        _have_second_slices_if_complete(parameter)
         shard_anew(parameter)
+
+
+def _have_second_slices_if_complete(parameter: Any) -> None:
+    """With `zero_hpz_partition_size` each node keeps a whole second copy of the weights between a forward and its
+    backward, in slices that DeepSpeed cuts for nodes of equal size. So there are none while a rank is lost."""
+    init = inspect.getclosurevars(parameter.partition).nonlocals["self"]
+    members = dist.get_world_size(group=parameter.ds_process_group)
+    node = groups._get_zero_param_intra_parallel_group()
+    init.zero_param_process_group = node if members == init.dp_world_size else None
 
 
 def _number_modules_from(first: int) -> None:

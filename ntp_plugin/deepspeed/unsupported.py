@@ -33,7 +33,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
     refuse_all(
         [
             *unsupported_keys(raw, config.zero_config),
-            *_unsupported_mpu(mpu, cuts=cuts),
+            *_unsupported_mpu(mpu, config.zero_config, cuts=cuts),
             *unsupported_ntp_keys(policy, cuts=cuts, mpu=mpu is not None),
         ]
     )
@@ -162,11 +162,6 @@ def _of_stage_3(raw: Mapping[str, Any], zero: Any, *, cuts: bool) -> Iterator[_R
         "is not multiplied back by DeepSpeed where it equals the number of ranks, which a loss changes",
         raw.get("gradient_predivide_factor", 1.0) != 1.0,
     )
-    yield (
-        f"{block}.zero_hpz_partition_size > 1",
-        "keeps second slices, which are not restored",
-        int(zero.zero_hpz_partition_size) > 1,
-    )
     yield f"{block}.zero_quantized_weights", needs_cuda, bool(zero.zero_quantized_weights)
     yield f"{block}.zero_quantized_nontrainable_weights", needs_cuda, bool(zero.zero_quantized_nontrainable_weights)
     yield f"{block}.zero_quantized_gradients", needs_cuda, bool(zero.zero_quantized_gradients)
@@ -186,10 +181,15 @@ def _of_offloading(zero: Any) -> Iterator[_Reason]:
     yield "zero_optimization.offload_optimizer.super_offload", "steps in a process of its own", super_offload
 
 
-def _unsupported_mpu(mpu: Any, *, cuts: bool) -> Iterator[UnsupportedOption]:
+def _unsupported_mpu(mpu: Any, zero: Any, *, cuts: bool) -> Iterator[UnsupportedOption]:
     found = (
         ("an mpu", "beside tensor_parallel.autotp_size > 1 cuts replicas twice", cuts and mpu is not None),
         ("an mpu with stages of a pipeline", "is not built", bwc_pipeline_parallel_world_size(mpu) > 1),
+        (
+            "zero_optimization.zero_hpz_partition_size > 1 with an mpu's tensor parallelism",
+            "has second slices of consecutive ranks, which are not those of one replica",
+            mpu is not None and int(zero.zero_hpz_partition_size) > 1 and bwc_tensor_model_parallel_world_size(mpu) > 1,
+        ),
         ("an mpu with sequence parallelism of its own", "is not built", _sequence_parallel_size(mpu) > 1),
         (
             "an mpu without get_data_parallel_group",

@@ -44,7 +44,7 @@ JOBS = {
     "off": ({name: value for name, value in config().items() if name != "ntp"}, []),
     "several": (
         config(
-            zero_optimization={"stage": 3, "zero_hpz_partition_size": 2, "reduce_scatter": False},
+            zero_optimization={"stage": 3, "zero_quantized_weights": True, "reduce_scatter": False},
             gradient_predivide_factor=4.0,
             ntp={"route": "via_core"},
             data_efficiency=SAMPLES,
@@ -164,7 +164,7 @@ def test_all_unsupported_keys_are_named_at_once(found):
     flags = [option["flag"] for option in check["unsupported"]]
     assert flags == [
         "gradient_predivide_factor with ZeRO-3",
-        "zero_optimization.zero_hpz_partition_size > 1",
+        "zero_optimization.zero_quantized_weights",
         "data_efficiency.data_sampling",
         "checkpoint.writer",
         "ntp.route = via_core",

@@ -51,6 +51,16 @@ def test_a_parameter_that_nobody_steps_comes_from_copies():
     loses_one(dataclasses.replace(THREE, frozen="3.weight"), back={1: 12})
 
 
+@pytest.mark.parametrize(
+    ("during", "back"),
+    [("between", {1: 12}), ("vote", None), pytest.param("gather-backward", {1: 12}, marks=pytest.mark.short)],
+)
+def test_second_slices_of_each_node(during, back):
+    """DeepSpeed gathers the weights for a backward within a node, but for the time in which a rank is lost."""
+    two_to_a_node = json.dumps({"zero_hpz_partition_size": 2})
+    loses_one(dataclasses.replace(THREE, zero=two_to_a_node, frozen="3.weight"), during=during, back=back)
+
+
 def test_a_model_that_is_made_sharded():
     loses_one(dataclasses.replace(THREE, zero_init=True, dtype="float32"), back={1: 12})
 
@@ -137,9 +147,22 @@ def test_deepspeeds_own_cpu_adam(stage):
     [
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, r"offload_optimizer\.device = nvme"),
         ({"zero_quantized_gradients": True}, "zero_quantized_gradients"),
-        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
     ],
 )
 def test_what_cannot_be_restored_is_refused(zero, message):
     with pytest.raises(Refused, match=message):
         run(dataclasses.replace(THREE, ranks=2, steps=2, epochs=1, zero=json.dumps(zero)))
+
+
+def test_second_slices_of_ranks_with_other_parameters_are_refused():
+    two_to_a_node = json.dumps({"zero_hpz_partition_size": 2})
+    with pytest.raises(Refused, match="zero_hpz_partition_size > 1 with an mpu"):
+        run(dataclasses.replace(THREE, mpu=True, tp=2, steps=2, epochs=1, zero=two_to_a_node))
+
+
+def test_second_slices_when_two_of_two_nodes_come_back_in_turn():
+    two_to_a_node = json.dumps({"zero_hpz_partition_size": 2})
+    job = dataclasses.replace(THREE, zero=two_to_a_node)
+    faults = [kill(1, during="vote", step=5), kill(2, during="gather-forward", step=7)]
+    outcomes, rows = run(job, faults=faults, back={1: 10, 2: 14})
+    assert_same_training(outcomes, rows, job)
