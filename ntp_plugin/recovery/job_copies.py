@@ -34,6 +34,7 @@ from ntp_plugin.errors import StateLost
 from ntp_plugin.membership.store import own_address
 from ntp_plugin.planning.copy_placement import parity_hosts, place_copies
 from ntp_plugin.planning.parity_groups import share_parities
+from ntp_plugin.planning.survival import VERSIONS
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.private_folders import require_private
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -109,6 +110,7 @@ class JobCopies:
         self._holders: tuple[int, ...] = ()
         self._may_begin, self._epoch = True, 0
         self._last: int | None = None
+        self._complete = 0
         self._chosen: list[Version] = []
         self._resumed: Path | None = None
         """The folder of the copies that this run resumed from, until it has copies of its own."""
@@ -196,12 +198,25 @@ class JobCopies:
         if ok:
             self._replicator.commit()
             self._remove_resumed()
+            self._report_memory()
         elif near:
             self._replicator.keep()
 
+    def _report_memory(self) -> None:
+        """Once, when as many versions are complete as are kept: say how much memory of this host copies take."""
+        self._complete += 1
+        if self._complete == VERSIONS and self._is_first_here:
+            used, ranks = self._store.used, sum(self._host_of(slot) == self._host for slot in self._holders)
+            _LOG.warning(
+                "copies take %.1f MB of the memory of host %d, which has %d ranks", used / 1e6, self._host, ranks
+            )
+
+    @property
+    def _is_first_here(self) -> bool:
+        return self._slot == min(slot for slot in self._holders if self._host_of(slot) == self._host)
+
     def _remove_resumed(self) -> None:
-        first_here = min(slot for slot in self._holders if self._host_of(slot) == self._host)
-        if self._resumed is not None and self._slot == first_here:
+        if self._resumed is not None and self._is_first_here:
             shutil.rmtree(self._resumed, ignore_errors=True)
         self._resumed = None
 

@@ -64,7 +64,10 @@ def test_training_continues_when_a_worker_is_killed(tmp_path, config):
     words = ["--nproc-per-node=4", str(RECIPES / "train.py"), "--epochs=1", "--deepspeed_config"]
     undisturbed = last_of(start(*words, with_block(tmp_path, {"enabled": False}, of=config)))
     process = start(*words, str(RECIPES / config))
-    os.kill(pids_in(output_until(process, r"step 8:"))[2], signal.SIGKILL)
+    output = output_until(process, r"step 8:")
+    os.kill(pids_in(output)[2], signal.SIGKILL)
+    reported = re.findall(r"copies take [1-9][\d.]* MB of the memory of host 0, which has 4 ranks", output)
+    assert len(reported) == (config == "ds_config.json"), "without ZeRO nothing is copied"
     step, samples, numbers, ranks = last_of(process)
     assert (step, samples, ranks) == (*undisturbed[:2], 3)
     same = 1 if "tp" in config else 2  # where a replica has several slots, the first has more weights now
