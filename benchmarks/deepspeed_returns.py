@@ -1,6 +1,6 @@
 """Kill and restart ranks again and again in one DeepSpeed job.
 
-    python -m benchmarks.deepspeed_returns              50 cycles for each stage of ZeRO, also with AutoTP
+    python -m benchmarks.deepspeed_returns              50 cycles for each stage of ZeRO; 0 to 2 also with AutoTP
     SCALE=ci python -m benchmarks.deepspeed_returns     3 of ZeRO-1, and 3 with AutoTP
 
 In each cycle a random slot is killed some time after a random step of all members, and a new process joins in it; the
@@ -11,6 +11,7 @@ and descriptors of the surviving slot with those after the first cycles.
 """
 
 import dataclasses
+import json
 import os
 import random
 import sys
@@ -34,6 +35,9 @@ LIVES, STEPS_EACH, WARM_UP = 1, 8, 2
 CYCLES, CYCLES_IN_CI = 50, 3
 WITHIN_S = 0.05
 PATIENCE_S = 60.0
+SECOND_SLICES = Job(stage=3, frozen="3.weight", zero=json.dumps({"zero_hpz_partition_size": 2}))
+"""Weights are gathered within a node while all ranks are there, and from all ranks while one is lost."""
+KINDS = [*(Job(stage=stage, tp=tp) for tp in (1, 2) for stage in (0, 1, 2)), Job(stage=3), SECOND_SLICES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ def cycle(kind: Job, cycles: int) -> dict[str, Any]:
     seen = [row[1:] for row in ranks.rows if row[0] == "held"][WARM_UP:]
     return {
         "feature": feature(job),
+        "zero": kind.zero,
         "cycles": cycles,
         **found,
         "once": used_once(ranks.rows, job),
@@ -98,7 +103,10 @@ def main(scale: str) -> int:
     have_deepspeed_imported()
     rows: list[dict[str, Any]] = []
     fine = True
-    kinds, cycles = [Job(stage=stage, tp=tp) for tp in (1, 2) for stage in (0, 1, 2)], CYCLES
+    kinds, cycles = (
+        [*(Job(stage=stage, tp=tp) for tp in (1, 2) for stage in (0, 1, 2)), Job(stage=3), SECOND_SLICES],
+        CYCLES,
+    )
     if scale == "ci":
         kinds, cycles = [Job(stage=1), Job(tp=2)], CYCLES_IN_CI
     for kind in kinds:

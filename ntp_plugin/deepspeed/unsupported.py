@@ -41,6 +41,18 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
 
 
+def refuse_lightning(model: Any) -> None:
+    """Raise `Refused` for a model that Lightning's Trainer trains."""
+    trainer = getattr(model, "_trainer", None)
+    if type(trainer).__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+        raise Refused(
+            "Lightning's Trainer ends a data epoch after as many batches as its loader had at the start, and counts a"
+            " batch before it is trained; after a loss a rank has more batches, and trains some of them again."
+            " Lightning would have to ask how many batches each step has, and to count a step when it is over",
+            fix="a loop of your own, with Accelerate or without, or Hugging Face's Trainer",
+        )
+
+
 def refuse_all(found: Sequence[UnsupportedOption]) -> None:
     """Raise one `Refused` for all of these options, if there are any."""
     if len(found) == 1:
