@@ -40,8 +40,7 @@ def test_an_error_of_the_script_ends_the_job(tmp_path):
     assert "starts anew" not in output
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.short)])
 def test_a_rank_killed_after_the_loop_loses_its_last_step(stage):
     """The survivors fail: they are not at the step that they reported."""
     with pytest.raises(StateLost, match=f"a rank was lost after the script's last step, {STEPS}, and its part"):

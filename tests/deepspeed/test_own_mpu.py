@@ -16,8 +16,7 @@ SHARDED = dataclasses.replace(TWO, stage=1)
 STAGES = [0, 1, 2, 3]
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.short), 2, 3])
 def test_a_job_without_losses_trains_as_the_reference(stage):
     """Bit for bit as without us."""
     job = dataclasses.replace(TWO, stage=stage)
@@ -35,7 +34,7 @@ LOSSES = [
     for slot in (0, 1, 3)
     for fault_point in (*STEP_FAULT_POINTS, *(["gather"] if stage else []))
 ]
-SHORT = [(0, 3, "within"), (0, 0, "reduce"), (1, 1, "gradient"), (2, 3, "applied")]
+SHORT = [(0, 3, "within"), (2, 1, "gradient")]
 
 
 @pytest.mark.parametrize(

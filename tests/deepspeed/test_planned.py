@@ -20,7 +20,7 @@ JOBS = {
     "mpu, bf16 in float32": Job(tp=2, mpu=True, stage=1, **{**STEPS, "dtype": "bfloat16"}, more=IN_FLOAT32),
 }
 FAULT_POINTS = ["forward", "backward", "accumulated", "reduce", "vote", "apply", "applied"]
-SHORT = [("zero 1, bf16 in float32", "applied"), ("autotp, zero 1", "reduce")]
+SHORT = [("autotp, zero 1", "reduce")]
 LOST, STEP = 2, 6
 
 

@@ -129,7 +129,7 @@ def test_offloaded_state(what):
     loses_one(offloads(3, what), back={1: 12})
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.short)])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_offloaded_state_of_the_other_stages(stage):
     loses_one(offloads(stage, "optimizer"), during="reduce", back={1: 12})
 
