@@ -7,9 +7,12 @@ made, and are connected when it joins, between two steps.
 """
 
 import functools
+import inspect
 import logging
 import os
 from typing import Any
+
+import torch
 
 from ntp_plugin.patching import Replacement
 
@@ -39,7 +42,9 @@ class Alone:
     def _unchanged(self, original: Any) -> Any:
         @functools.wraps(original)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self.over else None
+            if self.over:
+                return original(*args, **kwargs)
+            return _completed() if _is_asynchronous(original, args, kwargs) else None
 
         return ask
 
@@ -62,3 +67,16 @@ class Alone:
             return None
 
         return ask
+
+
+def _is_asynchronous(collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller waits for a handle."""
+    given = inspect.signature(collective).bind(*args, **kwargs).arguments
+    return bool(given.get("async_op", False))
+
+
+def _completed() -> Any:
+    """Return the handle of a collective that is over."""
+    over: Any = torch.futures.Future()
+    over.set_result(None)
+    return torch._C._distributed_c10d._create_work_from_future(over)
