@@ -481,7 +481,7 @@ class TolerantAgent(LocalElasticAgent):
         handler: Any = self._spares.take() if self._spares is not None else None
         how = "comes back in a warm spare" if handler is not None else "starts anew"
         if handler is not None:
-            handler.become(environment, stdout, stderr)
+            handler.become(context.args[local_rank], environment, stdout, stderr)
         else:
             handler = self._new_worker(
                 entrypoint=context.entrypoint,

@@ -1,8 +1,8 @@
 """Keeps warm spares: processes that have done their imports, and become workers on demand.
 
-A spare runs this file as its script, with the worker's own command line behind it. It does the slow imports and waits
-for one line: the environment that `ntp run` gives a worker. Then it runs the worker's script as if it had been started
-with that environment.
+A spare runs this file as its script, with the command line of a worker behind it. It does the slow imports and waits
+for one line: the command line and the environment of the worker whose place it takes. Then it runs the worker's script
+as if it had been started with these. Command lines differ between workers where one has torch's `${local_rank}`.
 """
 
 import importlib
@@ -32,10 +32,13 @@ class Spare:
             bound([sys.executable, "-u", "-m", __name__, *arguments]), stdin=subprocess.PIPE, start_new_session=True
         )
 
-    def become(self, environment: Mapping[str, str], stdout: str | None, stderr: str | None) -> None:
-        """Turn the process into a worker with this environment, and its output in these files."""
+    def become(
+        self, arguments: Sequence[str], environment: Mapping[str, str], stdout: str | None, stderr: str | None
+    ) -> None:
+        """Turn the process into a worker with this command line and environment, and its output in these files."""
         assert self.proc.stdin is not None
-        self.proc.stdin.write(json.dumps([dict(environment), stdout, stderr]).encode() + b"\n")
+        line = json.dumps([_without_u(arguments), dict(environment), stdout, stderr])
+        self.proc.stdin.write(line.encode() + b"\n")
         self.proc.stdin.close()
 
     def close(self, death_sig: Any = None) -> None:
@@ -51,7 +54,7 @@ class Spares:
             raise Refused(
                 f"--ntp-spares needs a Python script, and the job runs {entrypoint}", fix="leave out --no-python"
             )
-        self._arguments = [argument for argument in arguments if argument != "-u"]
+        self._arguments = _without_u(arguments)
         self._most = most
         self._waiting: list[Spare] = []
 
@@ -75,6 +78,11 @@ class Spares:
             spare.proc.kill()
             spare.proc.wait()
         self._waiting.clear()
+
+
+def _without_u(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without Python's flag: a spare's own output is unbuffered already."""
+    return [argument for argument in arguments if argument != "-u"]
 
 
 def import_ahead(words: Sequence[str]) -> None:
@@ -103,9 +111,10 @@ def main(arguments: Sequence[str]) -> None:
     line = sys.stdin.buffer.readline()
     if not line:  # the job is over, and this spare was not needed
         return
-    be_worker(*json.loads(line))
+    words, environment, stdout, stderr = json.loads(line)
+    be_worker(environment, stdout, stderr)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    run(arguments)
+    run(words)
 
 
 if __name__ == "__main__":
