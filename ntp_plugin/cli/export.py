@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ntp_plugin.cli.parser import OneLineParser, number
+from ntp_plugin.cli.run import deepspeed_block
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.launch.run_folder import COPIES, EXCERPTS, RunFolder, free, shared_memory
 from ntp_plugin.launch.started_by import StartedBy
@@ -43,6 +44,9 @@ def add_command(actions: "argparse._SubParsersAction[OneLineParser]") -> None:
         metavar="N",
         help="processes to start (default: the number of ranks of the job)",
     )
+    parser.add_argument(
+        "--ntp-deepspeed", metavar="FILE", help="as the run had it: on, or a file with the keys of its `ntp` block"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
     parser.epilog = "The command of a worker follows after --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
     parser.usage = "%(prog)s RUN --to DIR [--nproc-per-node N] [--dry-run] -- COMMAND"
@@ -60,7 +64,8 @@ def run(parsed: Any) -> int:
         print(f"{version} of {folder} would be written to {to} by {processes} processes of")
         print(shlex.join(words))
         return 0
-    code = _whole_or_nothing(to, lambda: _write(folder, processes, words, to))
+    block = None if parsed.ntp_deepspeed is None else deepspeed_block(parsed.ntp_deepspeed)
+    code = _whole_or_nothing(to, lambda: _write(folder, processes, words, to, deepspeed=block))
     _say(f"no checkpoint was written; {folder} is unchanged" if code else f"the checkpoint is in {to}")
     return code
 
@@ -231,14 +236,14 @@ def _remove_all_in(folder: Path) -> None:
             path.unlink()
 
 
-def _write(folder: Path, processes: int, words: Sequence[str], to: Path) -> int:
+def _write(folder: Path, processes: int, words: Sequence[str], to: Path, *, deepspeed: str | None) -> int:
     """Start the job's workers, which read from the environment that they are to save; return the exit code."""
     from ntp_plugin.launch import agent, torchrun_flags  # noqa: PLC0415
 
     with _undisturbed(folder) as source:
         flags = ["--standalone", "--nproc-per-node", str(processes), "--no-python"]
         started = torchrun_flags.parse([*flags, *words])
-        return agent.run(started, agent.RunPolicy(resume=source, export=to))
+        return agent.run(started, agent.RunPolicy(resume=source, export=to, deepspeed=deepspeed))
 
 
 def _say(what: str) -> None:

@@ -6,12 +6,17 @@ It takes the flags that begin with `--ntp-`. All others go to torchrun unchanged
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ntp_plugin.chaos.faults import worker_words
 from ntp_plugin.cli.parser import OneLineParser, number
+from ntp_plugin.config import schema
+from ntp_plugin.config.files import read_file
+from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.launch.kept_copies import DAY_S, dead_run
 from ntp_plugin.launch.recording import RecordingOptions
@@ -23,6 +28,7 @@ from ntp_plugin.recovery.script_failure import ON_ERROR
 
 _MOST_WORKERS = 1_000_000
 _LONGEST_S = 1e9
+_ON = "on"
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
 
 
@@ -45,6 +51,7 @@ def run(words: Sequence[str]) -> int:
         spares=parsed.ntp_spares,
         fork=parsed.ntp_fork,
         resume=resume,
+        deepspeed=None if parsed.ntp_deepspeed is None else deepspeed_block(parsed.ntp_deepspeed),
         copies_keep_s=keep_s,
         on_error=parsed.ntp_on_error,
         thresholds=thresholds,
@@ -74,6 +81,12 @@ def _parser() -> OneLineParser:
         epilog="All other flags are torchrun's: see torchrun --help. All of these come before the script; the flags of"
         " the script and of its framework, such as --ntp-enable of Megatron, come after it.",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ntp-deepspeed",
+        metavar="FILE",
+        help="enable the plugin in a DeepSpeed script that builds its configuration itself; FILE (.toml or .json) has"
+        " the keys of the `ntp` block, and the word on stands for a file without any",
     )
     _add_workers(parser.add_argument_group("lost workers"))
     _add_copies(parser.add_argument_group("copies in this host's memory"))
@@ -154,6 +167,18 @@ def _add_record(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--ntp-chaos", action="store_true", help="let `ntp chaos` inject faults into this run; needs --ntp-run-dir"
     )
+
+
+def deepspeed_block(file: str) -> str:
+    """Return the `ntp` block of a DeepSpeed job, as JSON, which enables the plugin; `on`: without other keys."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError("--ntp-deepspeed: deepspeed is not installed", fix="pip install 'ntp-plugin[deepspeed]'")
+    try:
+        block = {"enabled": True} | (read_file(Path(file)) if file != _ON else {})
+        schema.read(TrainingPolicy, block, where="ntp.")
+    except ConfigError as error:
+        raise ConfigError(f"--ntp-deepspeed: {error.what}", fix=error.fix) from None
+    return json.dumps(block)
 
 
 def _resumed(name: str) -> Path:

@@ -215,6 +215,11 @@ class DeepSpeedJob:
                 "this process replaces a lost one, and the configuration does not enable ntp",
                 fix='"ntp": {"enabled": true} in it, or leave --ntp-respawn out',
             )
+        if self.rank.place.export is not None:
+            raise Refused(
+                "this process writes the copies of a run as a checkpoint, and the configuration does not enable ntp",
+                fix="the configuration of that run, or its --ntp-deepspeed",
+            )
         self.let_go()
 
     def let_go(self) -> None:

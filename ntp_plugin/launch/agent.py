@@ -80,6 +80,8 @@ class RunPolicy:
     """How long the copies of this run stay if it dies."""
     export: Path | None = None
     """A folder for a checkpoint: the job only writes the copies of `resume` there, and ends."""
+    deepspeed: str | None = None
+    """The `ntp` block of a DeepSpeed job whose script builds its configuration itself, as JSON."""
     through: tuple[str, ...] = ()
     """Arguments of Python before the script, for a module that runs it: `-m MODULE ARGUMENT`."""
     on_error: OnError = "stop"
@@ -199,9 +201,13 @@ class TolerantAgent(LocalElasticAgent):
             log=_say,
         )
         self._recorded(worker_group.spec).write(self._copies.path)
-        for name, folder in (("NTP_RESUME", self.policy.resume), ("NTP_EXPORT", self.policy.export)):
-            if folder is not None:
-                os.environ[name] = str(folder)
+        for name, value in (
+            ("NTP_RESUME", self.policy.resume),
+            ("NTP_EXPORT", self.policy.export),
+            ("NTP_DEEPSPEED", self.policy.deepspeed),
+        ):
+            if value is not None:
+                os.environ[name] = str(value)
         os.environ["NTP_COPIES"] = str(self._copies.path)
         self._heartbeats = HeartbeatFile(self._folder.path / "heartbeats", place.slots)
         os.environ["NTP_HEARTBEATS"] = str(self._heartbeats.path)

@@ -6,9 +6,11 @@
 
 It imports no framework itself. The hooks are installed once the script has imported the framework, or never. The
 script's arguments (Megatron) or its configuration (DeepSpeed) control what they do. Only the CPU emulation has to be
-installed before the framework (`megatron/cpu_emulation.py`).
+installed before the framework (`megatron/cpu_emulation.py`). With `ntp run --ntp-deepspeed` DeepSpeed is imported ahead
+of the script.
 """
 
+import importlib
 import importlib.util
 import os
 import runpy
@@ -99,6 +101,8 @@ def main(words: Sequence[str]) -> None:
         after_import(_MEGATRON, _hook_megatron)
         after_import(_DEEPSPEED, _hook_deepspeed)
         after_import(_ACCELERATE, _hook_accelerate)
+        if "NTP_DEEPSPEED" in os.environ:  # so that no process group of the script comes before the hooks
+            importlib.import_module(_DEEPSPEED)
         try:
             with reported():
                 run(words)
