@@ -9,7 +9,6 @@ because of an overflow, the end of that step. A loss inside the vote is recovere
 apply the step after all, because others have, returns into the engine and finishes it.
 """
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -40,7 +39,7 @@ from ntp_plugin.telemetry import Committed, EventWriter
 from ntp_plugin.training.stream import Stream
 
 _LOG = logging.getLogger(__name__)
-_SOMEBODY_ASKS, _COMPARE, _LOSS, _COPIES = range(4)
+_SOMEBODY_ASKS, _COMPARE, _LOSS, _COUNTED, _COPIES = range(5)
 """Positions in the vector that the vote sums; the last part has one number per value of the copies."""
 
 
@@ -152,6 +151,11 @@ class AccumulationWindow:
             self._followed.stream.restart(step, numbers)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether the micro-batch in hand counts for nothing, since a recovery has come after it was drawn."""
+        return self._stale
+
+    @property
     def share(self) -> Sequence[int]:
         """This rank's micro-batches in the step of the accumulation window."""
         return self.around.share(self.step, self.numbers)
@@ -164,6 +168,10 @@ class AccumulationWindow:
     def loss_of_all(self) -> float:
         """Return the sum of the losses of all ranks in the step that was voted on last."""
         return float(self._loop.outcome[_LOSS])
+
+    def counted_by_all(self) -> float:
+        """Return what all ranks have counted in the step that was voted on last (`UserDraws.counted_here`)."""
+        return float(self._loop.outcome[_COUNTED])
 
     def follow(self, followed: Any) -> None:
         """Draw from this loader, which a framework's loop has, instead of the one that was drawn from last."""
@@ -208,8 +216,11 @@ class AccumulationWindow:
                     return work()
             if self._moves_together:
                 return self._together_forward(work, trains=trains)
-            with self.replicas.alone() if self._is_not_in_yet else contextlib.nullcontext():
+            if not self._is_not_in_yet:
                 return work()
+            with self.replicas.alone():
+                found = work()
+            return found if trains else self._not_a_number(found)
 
         return forward
 
@@ -225,10 +236,16 @@ class AccumulationWindow:
                 return result[0]
         with self.replicas.alone():
             found = work()
-        if trains:
-            return found
+        return found if trains else self._not_a_number(found)
+
+    def _not_a_number(self, found: Any) -> Any:
+        """Return an evaluation's output without its numbers: a part of it is missing, or its weights are."""
         if not self._warned_of_evaluation:
-            _LOG.warning("a loss, or a return, has interrupted an evaluation: the rest of it gives NaN")
+            _LOG.warning(
+                "this process has not joined the job yet: what it evaluates gives NaN"
+                if self._is_not_in_yet
+                else "a loss, or a return, has interrupted an evaluation: the rest of it gives NaN"
+            )
         self._warned_of_evaluation = True
         return without_numbers(found)
 
@@ -559,6 +576,7 @@ class AccumulationWindow:
     def _words(self) -> torch.Tensor:
         numbers = self.no_words()
         numbers[_LOSS] = float(self._loss) if self.replicas.is_replica_leader else 0.0
+        numbers[_COUNTED] = self.around.counted_here()
         if dist.get_rank() == 0 and self._rank.admission_control.is_requested():
             numbers[_SOMEBODY_ASKS] = 1
         if self.watch is not None and self.watch.is_due(self._steps_before + 1):

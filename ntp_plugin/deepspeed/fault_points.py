@@ -13,8 +13,9 @@ from ntp_plugin.reduction.sharded_optimizer import LaneShards
 
 
 def report_steps(job: DeepSpeedJob, engine: Any, reached: Reached) -> None:
-    """Report the fault points of the engine's calls, and of the votes in them."""
-    fault_points = FaultPoints(reached, "step", lambda: int(job.loop.done) + 1)
+    """Report the fault points of the engine's calls, and of the votes in them. Their number is that of the optimizer
+    step: a framework's loop votes several times in each."""
+    fault_points = FaultPoints(reached, "step", lambda: job.window.step + 1)
     fault_points.at(engine, "forward", "forward")
     fault_points.at(engine, "backward", "backward")
     fault_points.at(engine, "step", "accumulated", "stepped")

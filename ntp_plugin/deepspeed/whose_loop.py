@@ -28,6 +28,10 @@ class UserDraws:
         """Return by what the sum of a step's losses is divided for their mean; `step_batch`: its micro-batches."""
         return step_batch
 
+    def counted_here(self) -> float:
+        """Return what this rank's loop has counted in the step's micro-batches; the vote adds it up over the ranks."""
+        return 0.0
+
     def may_admit(self) -> bool:
         """Whether joining ranks may come in at this accumulation window."""
         return True

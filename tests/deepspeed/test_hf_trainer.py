@@ -117,11 +117,12 @@ def test_adapters_over_a_frozen_model(stage):
     assert_same_training(outcomes, job)
 
 
-def test_the_sft_trainer_of_trl():
-    """It gathers metrics within each loss, in which others wait for the lost rank."""
+@pytest.mark.parametrize(("stage", "slot", "fault_point"), [(2, 1, "forward"), (3, 0, "gather"), (2, 0, "applied")])
+def test_the_sft_trainer_of_trl(stage, slot, fault_point):
+    """It gathers metrics within each loss, in which others wait for the lost rank, and counts tokens by them."""
     pytest.importorskip("trl")
-    job = Job(trainer=make_sft, dtype="float32")
-    outcomes, _ = run(job, faults=[kill(1, during="forward", step=3)], back={1: 7})
+    job = Job(stage=stage, trainer=make_sft, dtype="float32")
+    outcomes, _ = run(job, faults=[kill(slot, during=fault_point, step=3)], back={slot: 7})
     assert_same_training(outcomes, job)
 
 

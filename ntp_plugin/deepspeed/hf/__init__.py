@@ -10,6 +10,7 @@ Trainer does with collectives between two steps runs as voted sections.
     activation.py    installs the hooks in transformers and accelerate
     trainer_loop.py  drives the accumulation window from the Trainer's calls
     steps.py         what is kept of a step, so that it can be taken again
+    trl_tokens.py    the tokens that a trainer of TRL counts
     batches.py       the batches of all nominal ranks, and how a lost rank's are drawn
     loader.py        the Trainer's loader, as the accumulation window sees one
     evaluation.py    an evaluation while ranks are lost, over the batches of the nominal ranks

@@ -22,6 +22,8 @@ class Step:
     """Whether the loss is divided by the number of labelled tokens in the step."""
     items: int | None = None
     """That number over all nominal ranks; None if each rank divides by its own."""
+    tokens_before: int = 0
+    """What a trainer of TRL had counted before the step (`trl_tokens.py`)."""
     groups: Sequence[dict[str, Any]] = ()
     """The learning rates and what else the optimizer's groups had."""
 

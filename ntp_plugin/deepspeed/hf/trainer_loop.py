@@ -12,7 +12,6 @@ recovery may take the state back by a step. That step is taken again before anyt
 the section in flight runs again. All ranks do so at the same place in the order of sections.
 """
 
-import contextlib
 import copy
 import functools
 from collections import deque
@@ -29,6 +28,7 @@ from ntp_plugin.deepspeed.hf.evaluation import NominalRows
 from ntp_plugin.deepspeed.hf.joining import Progress
 from ntp_plugin.deepspeed.hf.loader import TrainerFeed
 from ntp_plugin.deepspeed.hf.steps import Step, due
+from ntp_plugin.deepspeed.hf.trl_tokens import TrlTokens
 from ntp_plugin.deepspeed.hf.world import World
 from ntp_plugin.deepspeed.whose_loop import UserDraws
 from ntp_plugin.errors import Refused
@@ -54,6 +54,7 @@ class TrainerLoop(UserDraws):
         self.book = BatchBook(loader)
         self._feed = TrainerFeed(loader)
         self.world = World(trainer, rank)
+        self._tokens = TrlTokens(trainer, nominal=nominal)
         self._step_of: TrainingStep | None = None
         """The Trainer's own `training_step`."""
         self.steps: deque[Step] = deque(maxlen=_STEPS_KEPT)
@@ -99,6 +100,10 @@ class TrainerLoop(UserDraws):
         """Return the nominal ranks: the Trainer's losses are parts of a mean already."""
         return self.nominal
 
+    def counted_here(self) -> float:
+        """Return the tokens that a trainer of TRL has counted in this rank's share."""
+        return self._tokens.of_share()
+
     def may_admit(self) -> bool:
         """Whether all ranks are at the first micro-batch of a new step."""
         return self.window.step == self.done and bool(self.steps) and self.steps[-1].number == self.done
@@ -142,6 +147,7 @@ class TrainerLoop(UserDraws):
             first=self.drawn,
             count=len(batches),
             own=batches,
+            tokens_before=self._tokens.total,
             groups=self._groups(),
         )
         self.drawn += len(batches)
@@ -246,9 +252,14 @@ class TrainerLoop(UserDraws):
         trainer.accelerator.gradient_state._set_sync_gradients(window.done == len(share) - 1)
         trainer.current_gradient_accumulation_steps = step.count
         self._feed.give()
+        repeats = number in share[: window.done]
+        self._tokens.begin_micro_batch(step.tokens_before, first=not window.done, repeats=repeats)
         assert original is not None, "a step comes from a call of it"
-        with self.world.nominal(), self.world.gathers_alone() if window.degraded else contextlib.nullcontext():
+        with self.world.nominal(), self.world.gathers_alone(lambda: window.degraded or window.is_stale):
             found = window.through(lambda: original(trainer, trainer.model_wrapped, inputs, items))
+        self._tokens.end_micro_batch()
+        if window.step > step.number:
+            self._tokens.set(step.tokens_before + round(window.counted_by_all()))
         trainer.accelerator.gradient_state._set_sync_gradients(True)
         return None if found is None else found[0]
 

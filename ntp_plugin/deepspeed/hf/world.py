@@ -6,7 +6,8 @@ ranks that are there.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,17 +62,30 @@ class World:
             _set(num_processes=self._rank.place.slots)
 
     @contextlib.contextmanager
-    def gathers_alone(self) -> Iterator[None]:
-        """Have accelerate gather this rank's values as if all nominal ranks had them. A loss that gathers metrics would
-        wait for ranks that have another number of micro-batches."""
+    def gathers_alone(self, is_alone: Callable[[], bool]) -> Iterator[None]:
+        """Have accelerate gather this rank's values as if all nominal ranks had them, where it is alone. A loss that
+        gathers metrics would wait for ranks that have another number of micro-batches.
+
+        Args:
+            is_alone: Asked at each gather: a forward that a loss interrupts goes on alone.
+        """
         accelerator = self._trainer.accelerator
-        accelerator.gather = accelerator.gather_for_metrics = self._alike
+
+        def or_alike(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def gather(data: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._alike(data) if is_alone() else original(data, *args, **kwargs)
+
+            return gather
+
+        accelerator.gather = or_alike(accelerator.gather)
+        accelerator.gather_for_metrics = or_alike(accelerator.gather_for_metrics)
         try:
             yield
         finally:
             del accelerator.gather, accelerator.gather_for_metrics
 
-    def _alike(self, data: Any, **_: Any) -> Any:
+    def _alike(self, data: Any) -> Any:
         return recursively_apply(self._repeated, data)
 
     def _repeated(self, tensor: Any) -> Any:

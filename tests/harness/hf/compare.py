@@ -12,7 +12,7 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-6}
 OF_LOG = 1e-6
 """The Trainer adds up its losses in float32, and DeepSpeed takes norms in float32, whatever the model has."""
 _COUNTED = ("step", "epoch", "learning_rate")
-_MEASURED = ("loss", "grad_norm", "eval_loss", "eval_sum", "num_input_tokens_seen")
+_MEASURED = ("loss", "grad_norm", "eval_loss", "eval_sum", "num_input_tokens_seen", "num_tokens")
 
 
 def of_weights(mine: Seen, theirs: Seen) -> float:
