@@ -409,6 +409,8 @@ def _losses(run: History, reference: History, bound: float) -> Check:
 def _weights(run: History, reference: History, bound: float) -> Check:
     """Compare the weights that both runs end with."""
     what, distances = "weights agree with the reference run's", weights.apart(run, reference)
+    if not distances:
+        return Check(what=what, found="none were recorded", holds=False)
     worst = max(distances, key=lambda whole: distances[whole])
     found = f"{distances[worst]:.1e} apart at most, in {worst}, of {len(distances)}; {bound:.0e} is allowed"
     return Check(what=what, found=found, holds=distances[worst] <= bound)

@@ -8,7 +8,7 @@ from ntp_plugin.chaos.charts import presence, spent
 from ntp_plugin.chaos.faults import OrderedFault, RequestedFaults, Unordered
 from ntp_plugin.chaos.history import History
 from ntp_plugin.chaos.verdict import End, Expected, judge
-from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored
+from ntp_plugin.telemetry import Began, Committed, Ended, FaultInjected, RankLost, RecordedEvent, Restored, Weighed
 from tests.unit.chaos_runs import PHASES, STEPS, VICTIM, history, run_events, weighed, weighed_with_experts
 
 FAULT = OrderedFault(name="1", what="kill", slot=VICTIM, during="backward", step=3)
@@ -298,3 +298,12 @@ def test_steps_again_are_those_of_its_own_recovery(before, behind):
 def test_a_loss_without_recovery_repeats_no_steps():
     hung = [one for one in run_events(killed_in=3) if one.at < 2.5]
     assert verdict(History.of([*hung, restored(2.4, 1)]), end=End(code=1)).outcomes[0].steps_again == 0
+
+
+def test_weights_that_nobody_has_recorded_do_not_agree():
+    def empty(slots, own):
+        return Weighed(cut=[], cut_values=0, alike=[], alike_values=0)
+
+    found = verdict(history(killed_in=3, weights=empty), reference=history(weights=empty))
+    assert broken_checks(found) == ["weights agree with the reference run's"]
+    assert found.checks[-1].found == "none were recorded"
