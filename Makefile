@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two files of tests at a time: ranks wait for much of theirs.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-experts show-trainers show-recipes show-widths soak-cycles megatron-flags signatures docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-experts show-trainers show-scripts show-recipes show-widths soak-cycles megatron-flags signatures docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan recipes/plan/two-gpus-short.toml
@@ -90,6 +90,9 @@ show-experts: $(READY)  # half an hour; ROWS=feature,... for some; it goes on wh
 
 show-trainers: $(READY)  # twenty minutes; CONFIGS=path[:path...] of checkouts with DeepSpeed configurations
 	$(PY) -m benchmarks.trainers
+
+show-scripts: $(READY)  # half an hour or more; it goes on where it ended; SCRIPTS=path of a checkout of DeepSpeedExamples, RUN_CLM=path of the file, ROWS=name,...
+	$(PY) -m benchmarks.others_scripts
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended
 	$(PY) -m benchmarks.recipes
