@@ -1,15 +1,17 @@
-"""Lose ranks in DeepSpeed jobs with ZeRO-3 and offloading, and count configurations: what `make show-trainers` shows.
+"""Lose ranks in DeepSpeed jobs, of the user's own loop and of trainers: what `make show-trainers` shows.
 
     CONFIGS=path[:path...] python -m benchmarks.trainers     every fault point and victim; some twenty minutes
     SCALE=ci python -m benchmarks.trainers                   a slice; no configurations are counted without CONFIGS
 
-Each row is a job of 20 steps and four ranks that loses one, and the largest relative difference of its losses and
-weights from stock DeepSpeed on the same samples. `recovered_s` is the time from the kill to the end of the first later
-step of the others, including an ordinary step. The paths in CONFIGS are checkouts of projects with DeepSpeed
-configurations (`deepspeed_configs.py`). Each negative control has one planted fault, and must be detected.
+Each row is a job of four ranks that loses one: with ZeRO-3 or offloading, or of Hugging Face's Trainer. It has the
+largest relative difference of its losses and weights from stock DeepSpeed on the same samples; the log and the counters
+of the Trainer are compared as well. `recovered_s` is the time from the kill to the end of the first later step of the
+others, including an ordinary step. The paths in CONFIGS are checkouts of projects with DeepSpeed configurations
+(`deepspeed_configs.py`). Each negative control has one planted fault, and must be detected.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -24,6 +26,8 @@ from benchmarks.deepspeed_numerics import FAULT_POINTS, SEED, STEP, VICTIMS, Pla
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.hf import compare as hf_compare
+from tests.harness.hf import job as hf
 from tests.harness.zero import job as zero
 from tests.harness.zero.compare import BOUNDS, differences, used_once, within
 from tests.harness.zero.fault_points import SHARDED_FAULT_POINTS
@@ -43,8 +47,31 @@ CONTROLS = ("repeated_ones_count", "frozen_slices_not_restored", "padding_not_le
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerCase:
+    """One row of Hugging Face's Trainer."""
+
+    job: hf.Job
+    victim: int
+    fault_point: str
+    back: int | None = None
+    """The step at which the victim rejoins."""
+
+
+TRAINER_STEP = 3
+TRAINER_CASES = (
+    TrainerCase(job=hf.Job(stage=0), victim=1, fault_point="counting"),
+    TrainerCase(job=hf.Job(stage=1), victim=3, fault_point="vote"),
+    TrainerCase(job=hf.Job(stage=2), victim=0, fault_point="gather", back=7),
+    TrainerCase(job=hf.Job(stage=3), victim=2, fault_point="backward", back=7),
+    TrainerCase(job=hf.Job(stage=3, lora=True), victim=1, fault_point="reduce"),
+    TrainerCase(job=hf.Job(stage=3, dtype="float32"), victim=0, fault_point="logging"),
+)
+"""The first rank writes the log."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One row."""
+    """One row of a loop of the user's own."""
 
     job: Job
     victim: int
@@ -150,6 +177,22 @@ def row_of(case: Case) -> tuple[dict[str, Any], bool]:
     return row | {"recovered_s": took}, within(found, job.dtype) and once
 
 
+def row_of_trainer(case: TrainerCase) -> tuple[dict[str, Any], bool]:
+    """Return the row of a job of the Trainer, and whether it holds: its log and counters too are compared."""
+    job = case.job
+    row: dict[str, Any] = {"trainer": "hf-trainer", "stage": job.stage, "offload": "none", "dtype": job.dtype}
+    row |= {"model": "llama, adapters" if job.lora else "llama", "moment": case.fault_point, "victim": case.victim}
+    row["back"] = case.back is not None
+    try:
+        faults = [kill(case.victim, during=case.fault_point, step=TRAINER_STEP)]
+        outcomes, _ = hf.run(job, faults=faults, back=None if case.back is None else {case.victim: case.back})
+        row |= hf_compare.differences(outcomes, job) | {"bound": hf_compare.BOUNDS[job.dtype]}
+        hf_compare.assert_same_training(outcomes, job)
+    except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
+        return row | {"failed": str(error)[-200:]}, False
+    return row, True
+
+
 def _model(job: Job) -> str:
     made = "made sharded" if job.zero_init else f"{job.frozen} frozen" if job.frozen else job.transformer
     return made or f"{job.each} micro-batches of a rank"
@@ -163,8 +206,9 @@ def main(scale: str) -> int:
         return 2
     configs = deepspeed_configs.counted(folders) if folders else {}
     rows, fine = [], True
-    for case in cases(scale):
-        row, holds = row_of(case)
+    played = (row_of(case) for case in cases(scale))
+    of_trainers = (row_of_trainer(case) for case in TRAINER_CASES[: 1 if scale == "ci" else None])
+    for row, holds in itertools.chain(played, of_trainers):
         rows.append(row)
         fine &= holds
         print(row, file=sys.stderr, flush=True)

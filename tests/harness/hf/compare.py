@@ -22,6 +22,21 @@ def of_weights(mine: Seen, theirs: Seen) -> float:
     )
 
 
+def differences(outcomes: Mapping[int, Seen], job: Job) -> dict[str, float]:
+    """Return the largest relative differences from the run without losses: of the losses that it logs, and of the
+    weights."""
+    theirs = undisturbed(job)[0]
+    losses = [line["loss"] for line in theirs.log if "loss" in line]
+    return {
+        "loss": max(
+            abs(line - other) / abs(other)
+            for mine in outcomes.values()
+            for line, other in zip([line["loss"] for line in mine.log if "loss" in line], losses, strict=True)
+        ),
+        "weights": max(of_weights(mine, theirs) for mine in outcomes.values()),
+    }
+
+
 def assert_same_training(outcomes: Mapping[int, Seen], job: Job) -> None:
     """Assert that all ranks have the weights, counters and log of the run without losses."""
     theirs = undisturbed(job)[0]
