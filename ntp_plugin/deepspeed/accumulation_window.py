@@ -333,11 +333,7 @@ class AccumulationWindow:
     def _adopt_loader(self) -> None:
         if self._followed is None:
             if Loaders.last is None:
-                raise Refused(
-                    "the engine trains on batches of a loader that cannot be rewound",
-                    fix="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
-                    " DistributedSampler of all ranks",
-                )
+                raise self.around.unfollowed()
             self._followed, Loaders.last.trains = Loaders.last, True
             if self.step or self.degraded:  # from a checkpoint, or from the other ranks when this process joins
                 self._followed.stream.restart(self.step, self.numbers)
@@ -356,6 +352,10 @@ class AccumulationWindow:
     @property
     def _is_last(self) -> bool:
         return self._done == len(self.share) - 1
+
+    def meet(self) -> None:
+        """Let joining ranks in, if any ask; for a framework's loop, all ranks of which are between two steps."""
+        self._through(self._open_admission)
 
     def _open_admission(self) -> None:
         if self._somebody_asks and self.around.may_admit():

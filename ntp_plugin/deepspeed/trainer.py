@@ -252,6 +252,7 @@ class EngineTrainer:
             self._share_saved(agreed)
         self._joiner = False
         self._have_engine_know()
+        self._window.around.line_up()
         self._record_recovery(agreed)
         self._window.checkpoints.refuse_to_end_behind()
 

@@ -1,11 +1,14 @@
 """What the accumulation window asks of the loop around it: the user's own, or that of a framework.
 
 A user's loop draws one micro-batch for each forward, and the window knows nothing else of it. A framework's loop, such
-as that of the Hugging Face `Trainer`, has counters of its own. It replaces this object (`hf/trainer_loop.py`).
+as that of the Hugging Face `Trainer`, has counters of its own. It replaces this object (`hf/trainer_loop.py`,
+`accelerate_loop/user_loop.py`).
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+from ntp_plugin.errors import Refused
 
 
 class UserDraws:
@@ -35,6 +38,18 @@ class UserDraws:
     def may_admit(self) -> bool:
         """Whether joining ranks may come in at this accumulation window."""
         return True
+
+    def unfollowed(self) -> Refused:
+        """Return the error of a loop that trains on batches of a loader that cannot be rewound."""
+        return Refused(
+            "the engine trains on batches of a loader that cannot be rewound",
+            fix="use the one that deepspeed.initialize(training_data=...) returns, or a DataLoader with a"
+            " DistributedSampler of all ranks",
+        )
+
+    def line_up(self) -> None:
+        """Agree with the other ranks' loops on where all are, at the end of a recovery; a loop that nothing but the
+        training steps ties to the others need not."""
 
     def progress(self) -> Any:
         """Return what a joining rank's loop must know, on the rank that reports it."""

@@ -54,8 +54,9 @@ class Listed:
 class BatchBook:
     """The batches of all nominal ranks, data epoch by data epoch."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader, self._shard = loader, loader.batch_sampler
+    def __init__(self, loader: Any, *, generator: torch.Generator | None = None) -> None:
+        """Record the batches of a loader, whose sampler may have a generator of its own."""
+        self._loader, self._shard, self._generator = loader, loader.batch_sampler, generator
         self._original = self._shard.batch_sampler
         self._shard.batch_sampler = RecordedBatches(self._original, self)
         self.data_epoch = 0
@@ -72,19 +73,29 @@ class BatchBook:
             return self._batches[epoch]
         if epoch in self.draws:  # a joining rank draws what the others have drawn
             return self._drawn(epoch)
-        self.draws[epoch] = generators()
+        self.draws[epoch] = self._states()
         self._remember(epoch, [list(batch) for batch in sampler])
         return self._batches[epoch]
 
     def _drawn(self, epoch: int) -> list[list[int]]:
         if epoch not in self._batches:
             now = generators()
-            set_generators(self.draws[epoch])
-            self._loader.set_epoch(epoch)
+            states, of_sampler = self.draws[epoch]
+            set_generators(states)
+            if self._generator is not None:  # it stays where it is after the draws, as on the other ranks
+                self._generator.set_state(of_sampler)
+            self._loader.set_epoch(self.iteration(epoch))
             self._remember(epoch, [list(batch) for batch in self._original])
             set_generators(now)
-            self._loader.set_epoch(self.data_epoch)
+            self._loader.set_epoch(self.iteration(self.data_epoch))
         return self._batches[epoch]
+
+    def _states(self) -> tuple[Any, Any]:
+        return generators(), None if self._generator is None else self._generator.get_state()
+
+    def iteration(self, epoch: int) -> int:
+        """Return the number of a data epoch as the loader counts it."""
+        return epoch
 
     def _remember(self, epoch: int, batches: list[list[int]]) -> None:
         for old in [known for known in self._batches if known <= epoch - _KEPT]:

@@ -23,14 +23,15 @@ def report_fault_points(rank: Rank, asking: Asking) -> None:
 
     def taken(job: Any, engine: Any, policy: Any) -> None:
         take(job, engine, policy)
-        _report_steps(rank, job, engine)
-        _wait_for_joining_ranks(rank, job, asking)
+        report_steps(rank, job, engine)
+        wait_for_joining_ranks(rank, job, asking)
 
     setattr(DeepSpeedJob, "take", taken)  # noqa: B010  (a plain assignment is not for methods)
     _report_sections(rank, TrainerLoop)
 
 
-def _at(owner: Any, name: str, reach: Callable[[str], None], before: Any = "", after: Any = "") -> None:
+def at(owner: Any, name: str, reach: Callable[[str], None], before: Any = "", after: Any = "") -> None:
+    """Report fault points before and after a function of a module, a class or an object."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -43,7 +44,8 @@ def _at(owner: Any, name: str, reach: Callable[[str], None], before: Any = "", a
     setattr(owner, name, reporting)
 
 
-def _report_steps(rank: Rank, job: Any, engine: Any) -> None:
+def report_steps(rank: Rank, job: Any, engine: Any) -> None:
+    """Report those within a step, and those of a recovery."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2  # noqa: PLC0415
 
     from ntp_plugin.deepspeed.fault_points import report_recoveries  # noqa: PLC0415
@@ -54,13 +56,13 @@ def _report_steps(rank: Rank, job: Any, engine: Any) -> None:
         if name and (window.votes_on is not None or name in ("forward", "backward", "reduce", "gather")):
             rank.reached(name, window.step + 1)
 
-    _at(engine, "forward", lambda name: reach(name if engine.module.training else ""), "forward")
-    _at(engine, "backward", reach, "backward")
-    _at(engine, "allreduce_gradients", reach, "reduce")
-    _at(stage_1_and_2, "all_gather_dp_groups", reach, "gather")
-    _at(stage3.DeepSpeedZeroOptimizer_Stage3, "_post_step", reach, "gather")
-    _at(job.loop, "vote", reach, "vote")
-    _at(job.loop, "apply", reach, "apply", "applied")
+    at(engine, "forward", lambda name: reach(name if engine.module.training else ""), "forward")
+    at(engine, "backward", reach, "backward")
+    at(engine, "allreduce_gradients", reach, "reduce")
+    at(stage_1_and_2, "all_gather_dp_groups", reach, "gather")
+    at(stage3.DeepSpeedZeroOptimizer_Stage3, "_post_step", reach, "gather")
+    at(job.loop, "vote", reach, "vote")
+    at(job.loop, "apply", reach, "apply", "applied")
     if not rank.joining:
         report_recoveries(job, job.loop.driver, rank.reached)
 
@@ -81,14 +83,15 @@ def _report_sections(rank: Rank, loop_class: Any) -> None:
 
     from ntp_plugin.deepspeed.checkpoints import EngineCheckpoints  # noqa: PLC0415
 
-    _at(loop_class, "_count", reach_next, "counting", "counted")
-    _at(loop_class, "mean_loss", reach, "logging")
-    _at(transformers.Trainer, "prediction_step", reach, "evaluating", "evaluated")
-    _at(EngineCheckpoints, "write", reach, "saving", "written")
-    _at(transformers.Trainer, "_finalize_training", reach, "ended")
+    at(loop_class, "_count", reach_next, "counting", "counted")
+    at(loop_class, "mean_loss", reach, "logging")
+    at(transformers.Trainer, "prediction_step", reach, "evaluating", "evaluated")
+    at(EngineCheckpoints, "write", reach, "saving", "written")
+    at(transformers.Trainer, "_finalize_training", reach, "ended")
 
 
-def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
+def wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
+    """Have members wait before a step until the joining ranks have asked."""
     begin = job.window._take_in_hand
 
     def wait_and_begin() -> None:
