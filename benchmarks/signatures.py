@@ -36,7 +36,7 @@ SOURCES = {
     "deepspeed": ("deepspeed",),
     "torch": ("megatron", "deepspeed", "groups", "membership", "recovery", "reduction", "resharding", "plain"),
     "transformers": ("deepspeed/hf",),
-    "accelerate": ("deepspeed/hf", "launch"),
+    "accelerate": ("deepspeed/hf", "deepspeed/accelerate_loop", "launch"),
 }
 """Package -> where the plugin uses it."""
 _ROOTS = {"megatron-core": "megatron", "transformer-engine": "transformer_engine"}
@@ -100,6 +100,10 @@ ON_OBJECTS = {
         *_of("accelerate.state:GradientState", "_set_sync_gradients"),
         *_of("accelerate.data_loader:DataLoaderShard", "__iter__", "set_epoch"),
         *_of("accelerate.data_loader:BatchSamplerShard", "__iter__", "_iter_with_no_split", "_iter_with_split"),
+        *_of("accelerate.data_loader:DataLoaderShard", "begin", "end"),
+        *(f"accelerate.utils.operations:{name}" for name in ("_gpu_gather", "_gpu_gather_object", "_gpu_broadcast")),
+        *(f"accelerate.utils.operations:{name}" for name in ("reduce", "broadcast_object_list", "send_to_device")),
+        *_of("accelerate.state:PartialState", "wait_for_everyone"),
         "accelerate.state:AcceleratorState._shared_state",
         "accelerate.state:PartialState._shared_state",
     ),

@@ -25,6 +25,7 @@ backward and step do nothing.
     accumulation_window.py  wraps the engine's forward, backward and step, and holds the vote
     whose_loop.py           what the window asks of the loop around it: the user's own, or a framework's
     hf/                     the loop of Hugging Face's Trainer, which must not notice a loss
+    accelerate_loop/        a user's own loop with Hugging Face Accelerate
     loaders.py              a DataLoader that can go back, and yield a lost rank's micro-batches
     data_epochs.py          tells a joining rank which data epoch the job is in, before it is admitted
     checkpoints.py          saves and loads DeepSpeed checkpoints, through losses and in scripts that join late

@@ -48,6 +48,10 @@ _MICRO, _ACCUMULATION, _TOTAL = (
     "gradient_accumulation_steps",
     "train_batch_size",
 )
+_ACCELERATE = (
+    "a loop with Accelerate survives lost ranks unedited; the job refuses a training loader with dispatch_batches,"
+    " split_batches, even_batches = False, an iterable data set or skip_first_batches"
+)
 _NOT_READABLE = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError)
 """What DeepSpeed raises for a value that it does not expect."""
 _UNREAD, _NO_OPTIMIZER = "DeepSpeed cannot read the configuration", "neither DeepSpeed nor torch has an optimizer"
@@ -102,12 +106,18 @@ def check_job(
     filled = fill(raw, trainer=trainer, size=ranks.size)
     raw = filled.config
     size, shape, unsupported = _read(raw, policy, ranks, tp=tp)
+    if trainer == "accelerate":
+        unsupported = (*unsupported, *_unsupported_with_accelerate(shape))
     topology = _topology(shape, policy, size, ranks)
     check = JobCheck(
         framework="deepspeed",
         unsupported=unsupported,
         topology=topology,
-        notes=(*_notes(raw, shape, ranks, topology, policy, parameters=parameters), *filled.notes),
+        notes=(
+            *_notes(raw, shape, ranks, topology, policy, parameters=parameters),
+            *filled.notes,
+            *([_ACCELERATE] if trainer == "accelerate" else []),
+        ),
     )
     check = _with_one_replica(check, shape)
     if (error := refusal("deepspeed")) is not None:
@@ -221,6 +231,15 @@ def _unsupported(
         )
     yield from _unsupported_optimizer(raw, shape)
     yield from _unsupported_precision(raw, shape) if cuts else ()
+
+
+def _unsupported_with_accelerate(shape: EngineShape) -> Iterator[UnsupportedOption]:
+    if shape.autotp > 1 or shape.mpu > 1:
+        yield UnsupportedOption(
+            flag="tensor_parallel, or an mpu",
+            why="gives several ranks the same batches, which a loop with Accelerate cannot draw anew",
+            fix="train data parallel with ZeRO",
+        )
 
 
 def _unsupported_optimizer(raw: Mapping[str, Any], shape: EngineShape) -> Iterator[UnsupportedOption]:

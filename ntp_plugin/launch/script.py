@@ -28,6 +28,7 @@ from ntp_plugin.recovery.script_failure import reported
 
 _MEGATRON, _DEEPSPEED = "megatron.training.arguments", "deepspeed"
 _ACCELERATE, _TRAINER = "accelerate.state", "transformers.trainer"
+_ACCELERATOR = "accelerate.accelerator"
 _ADAPTERS = ("ntp_plugin.megatron.activation", "ntp_plugin.deepspeed.activation")
 
 
@@ -145,12 +146,19 @@ def _hook_deepspeed() -> None:
     import ntp_plugin.deepspeed  # noqa: F401, PLC0415  (the import installs the hooks)
 
     after_import(_TRAINER, _hook_trainer)
+    after_import(_ACCELERATOR, _hook_accelerator)
 
 
 def _hook_trainer() -> None:
     from ntp_plugin.deepspeed import hf  # noqa: PLC0415  (both frameworks are imported now)
 
     hf.install()
+
+
+def _hook_accelerator() -> None:
+    from ntp_plugin.deepspeed import accelerate_loop  # noqa: PLC0415  (both frameworks are imported now)
+
+    accelerate_loop.install()
 
 
 def _hook_accelerate() -> None:

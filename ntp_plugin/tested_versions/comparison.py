@@ -31,6 +31,7 @@ TABLES = {
     "megatron": ("megatron-core", "transformer-engine", "torch"),
     "deepspeed": ("deepspeed", "torch"),
     "trainer": ("transformers", "accelerate"),
+    "accelerate": ("accelerate",),
     "torch": ("torch",),
 }
 """Framework -> the packages that its adapter replaces or calls functions of."""
