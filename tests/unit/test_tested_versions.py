@@ -132,4 +132,4 @@ def test_an_unknown_version_with_the_same_signatures_is_one_line():
     code, error = played("unknown")
     assert code == 0
     assert error.count("\n") == 1
-    assert "ntp_plugin was not tested with torch 9.1.0 (tested: 2.15.0); all 13 signatures" in error
+    assert "ntp_plugin was not tested with torch 9.1.0 (tested: 2.15.0); all 14 signatures" in error
