@@ -290,6 +290,9 @@ def judged(case: Case, campaign: Campaign) -> dict[str, Any]:
     wrong = [f"{check.what}: {check.found}" for check in verdict.checks if not check.holds]
     wrong += [f"{outcome.name}: {outcome.problem}" for outcome in verdict.outcomes if outcome.problem]
     alike = sum(are_alike(line, other, case.printed) for line, other in zip(mine, theirs, strict=False))
+    lost = len({(one.event.number, one.at) for one in broken.history.ranks_lost})
+    if lost > len(kills):
+        wrong.append(f"{lost} ranks were lost by {len(kills)} kills")
     equal = alike == len(mine) == len(theirs) > 0
     return {
         "kills": sum(outcome.injected_at > 0 for outcome in kills),
@@ -300,7 +303,7 @@ def judged(case: Case, campaign: Campaign) -> dict[str, Any]:
         "weights": max(weights.apart(broken.history, reference.history).values(), default=None),
         "recovered_s": max((one.recovered_s for one in kills if one.recovered_s is not None), default=None),
         "bound": case.bound,
-        "holds": verdict.holds and equal,
+        "holds": equal and not wrong,
         "why": "; ".join(wrong if equal else [*wrong, "the printed lines differ"]),
     }
 

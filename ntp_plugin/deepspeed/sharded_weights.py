@@ -130,6 +130,22 @@ def _have_second_slices_if_complete(parameter: Any) -> None:
     init.zero_param_process_group = node if members == init.dp_world_size else None
 
 
+type ExternalParameters = dict[torch.nn.Module, dict[Any, Any]]
+"""Module -> parameters of other modules that are gathered with its own."""
+
+
+def external_parameters(module: torch.nn.Module) -> ExternalParameters:
+    """Return the external parameters that the script has registered, when there was no forward yet."""
+    return {one: dict(one._external_params) for one in module.modules() if hasattr(one, "_external_params")}
+
+
+def forget_found_parameters(registered: ExternalParameters) -> None:
+    """Have only those parameters be external that the script has registered. DeepSpeed registers others where a forward
+    uses them; a joining rank has had no forward, and would gather others than the ranks that have."""
+    for module, parameters in registered.items():
+        module._external_params = dict(parameters)
+
+
 def _number_modules_from(first: int) -> None:
     """Have DeepSpeed give the modules the same numbers as before. It counts on in each build, and a joining rank has
     built once; the ranks compare these numbers."""
@@ -141,6 +157,7 @@ def _number_modules_from(first: int) -> None:
 def shard_anew(parameter: Any) -> None:
     """Have DeepSpeed cut a parameter for the members of its group, as if it had just been made; it is zero then."""
     parameter.ds_active_sub_modules.clear()
+    parameter.is_external_param = False
     parameter.ds_tensor = parameter.ds_secondary_tensor = None
     parameter.ds_zero_partition_rank = dist.get_rank(group=parameter.ds_process_group)
     parameter.ds_zero_partition_world_size = dist.get_world_size(group=parameter.ds_process_group)

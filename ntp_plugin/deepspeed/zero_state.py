@@ -27,6 +27,7 @@ from ntp_plugin.deepspeed.autotp_replicas import CutReplicas
 from ntp_plugin.deepspeed.flat_shards import Groups, kind_of
 from ntp_plugin.deepspeed.full_width_replicas import FullWidthReplicas
 from ntp_plugin.deepspeed.lane_zero import LaneZero
+from ntp_plugin.deepspeed.sharded_weights import external_parameters, forget_found_parameters
 from ntp_plugin.reduction.sharded_step import ShardedStep
 from ntp_plugin.reduction.stepped import Stepped, make_room, parts, shards_of_lanes
 from ntp_plugin.training.optimizers import accept_rounding_by_place, element_wise
@@ -51,6 +52,7 @@ class ZeroState:
         self._kind, self._nominal = kind_of(zero), type(zero)
         self._dtype = self._kind.shards(zero)[0].values.dtype
         self._parameters: list[list[Any]] = [*self._kind.parameters(zero)]
+        self._external = external_parameters(engine.module)
         self._groups = engine.basic_optimizer.param_groups
         """All parameter groups: within a step ZeRO shows the optimizer one at a time, and a loss may come then."""
 
@@ -91,6 +93,7 @@ class ZeroState:
         basic = engine.basic_optimizer
         basic.param_groups = self._groups
         self._kind.dismantle(zero)
+        forget_found_parameters(self._external)
         for group, parameters in zip(basic.param_groups, self._parameters, strict=True):
             group["params"] = list(parameters)
             for parameter in parameters:
