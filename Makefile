@@ -91,7 +91,7 @@ show-experts: $(READY)  # half an hour; ROWS=feature,... for some; it goes on wh
 show-trainers: $(READY)  # twenty minutes; CONFIGS=path[:path...] of checkouts with DeepSpeed configurations
 	$(PY) -m benchmarks.trainers
 
-show-scripts: $(READY)  # half an hour or more; it goes on where it ended; SCRIPTS=path of a checkout of DeepSpeedExamples, RUN_CLM=path of the file, ROWS=name,...
+show-scripts: $(READY)  # half an hour or more; it goes on where it ended; SCRIPTS=path of a checkout of DeepSpeedExamples; ROWS=name,... for some
 	$(PY) -m benchmarks.others_scripts
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended

@@ -2,7 +2,6 @@
 
     python -m benchmarks.others_scripts                     TRL's command line (`trl sft`): some twenty minutes
     SCRIPTS=path python -m benchmarks.others_scripts        also scripts of DeepSpeedExamples, from a checkout
-    RUN_CLM=path python -m benchmarks.others_scripts        also transformers' run_clm.py, from its file
     ROWS=name,... python -m benchmarks.others_scripts       some of the rows, by parts of their names
 
 Each row is a chaos campaign (`ntp_plugin/chaos/`): `ntp run` starts the script with four ranks, three of them are
@@ -40,14 +39,15 @@ BOUND = 1e-5
 _IN_HALVES = 2e-2
 _ENVIRONMENT = (
     *("DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", "PYTHONWARNINGS=ignore", "HF_HUB_OFFLINE=1"),
-    *("TOKENIZERS_PARALLELISM=false", "TQDM_DISABLE=0"),
+    *("TOKENIZERS_PARALLELISM=false",),
 )
 KILLS = (("r0.s0.t0", "backward", 5), ("r2.s0.t0", "vote", 9), ("r3.s0.t0", "forward", 13))
 """Slot, fault point and step. The first rank writes the log."""
 KILLS_BUT_THE_FIRST = (("r1.s0.t0", "backward", 5), ("r2.s0.t0", "vote", 9), ("r3.s0.t0", "forward", 13))
 """For scripts that print on the process that was rank 0 at the start, and nowhere while that is lost."""
 _NO_CHECKSUMS = """
-import torchvision.datasets.cifar
+import os, torchvision.datasets.cifar
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
 torchvision.datasets.cifar.check_integrity = lambda *_: True
 """
 _TRANSFORMERS_4 = """
@@ -55,8 +55,8 @@ import contextlib, transformers.modeling_utils
 transformers.modeling_utils.no_init_weights = contextlib.nullcontext
 """
 _STARTERS = {"cifar10": _NO_CHECKSUMS, "deepspeed-chat": _TRANSFORMERS_4}
-"""Run before a script: torchvision has checksums of the real images; transformers 5 has lost a name that is imported,
-and used for another step of DeepSpeed-Chat alone."""
+"""Run before a script: torchvision has checksums of the real images, which the script seeks in the working folder, and
+transformers 5 has lost a name that DeepSpeed-Chat imports, and uses in another step alone."""
 _SPOILT = {
     "a sample twice": """
 from ntp_plugin.deepspeed.hf import batches
@@ -142,8 +142,6 @@ def cases(inputs: Path) -> Iterator[Case]:
         for lora in (False, True):
             yield sft(inputs, stage, lora=lora)
     yield dataclasses.replace(sft(inputs, 3, lora=False), spares=1)
-    if path := os.environ.get("RUN_CLM"):
-        yield run_clm(inputs, Path(path), 2)
     if path := os.environ.get("SCRIPTS"):
         for stage in (2, 3):
             yield cifar(inputs, Path(path), stage)
@@ -159,15 +157,6 @@ def sft(inputs: Path, stage: int, *, lora: bool) -> Case:
     )
     preload = "deepspeed,transformers.trainer,trl.trainer.sft_trainer"
     return Case(script="trl sft", stage=stage, lora=lora, words=words, preload=preload, lines=trainer_lines)
-
-
-def run_clm(inputs: Path, script: Path, stage: int) -> Case:
-    """Return transformers' example of language modelling."""
-    words = (
-        *(str(script), f"--config_name={inputs}/model", f"--tokenizer_name={inputs}/model", "--do_train"),
-        *(f"--train_file={inputs}/text/train.jsonl.json", "--block_size=32", *_of_trainer(inputs, stage)),
-    )
-    return Case(script="run_clm", stage=stage, words=words, lines=trainer_lines)
 
 
 def _of_trainer(inputs: Path, stage: int) -> tuple[str, ...]:

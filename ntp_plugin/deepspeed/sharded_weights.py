@@ -136,14 +136,14 @@ type ExternalParameters = dict[torch.nn.Module, dict[Any, Any]]
 
 def external_parameters(module: torch.nn.Module) -> ExternalParameters:
     """Return the external parameters that the script has registered, when there was no forward yet."""
-    return {one: dict(one._external_params) for one in module.modules() if hasattr(one, "_external_params")}
+    return {one: dict(vars(one)["_external_params"]) for one in module.modules() if "_external_params" in vars(one)}
 
 
 def forget_found_parameters(registered: ExternalParameters) -> None:
     """Have only those parameters be external that the script has registered. DeepSpeed registers others where a forward
     uses them; a joining rank has had no forward, and would gather others than the ranks that have."""
     for module, parameters in registered.items():
-        module._external_params = dict(parameters)
+        vars(module)["_external_params"] = dict(parameters)
 
 
 def _number_modules_from(first: int) -> None:

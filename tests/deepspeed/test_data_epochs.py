@@ -1,6 +1,7 @@
 """A joining rank skips past data epochs by itself, also when one begins while it waits for admission."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 
@@ -97,3 +98,13 @@ def test_a_rank_that_joins_behind_a_data_epoch_ends_and_the_others_continue():
     assert_same_training(outcomes, rows, job)
     (error,) = (row[1] for row in rows if row[0] == "late")
     assert "joins at step 18, in a data epoch that its script has not reached" in error
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_a_joining_rank_evaluates_is_no_number(stage):
+    """Before its first step, as its script does: it has the weights that it was built with."""
+    job = Job(stage=stage, ranks=4, evaluates=0)
+    outcomes, rows = run(job, faults=[kill(3, during="vote", step=6)], back={3: 12})
+    assert_same_training(outcomes, rows, job)
+    losses = [row[2] for row in rows if row[0] == "evaluated"]
+    assert [math.isnan(value) for value in losses] == [False] * 12 + [True] * 3
