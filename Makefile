@@ -15,8 +15,8 @@ demo: $(READY)
 
 test: $(READY)  # on real Megatron and DeepSpeed a slice, in processes of their own, because these change torch when imported
 	$(PY) -m pytest $(IN_TWO)
-	$(PY) -m pytest $(IN_TWO) tests/megatron -m short
-	$(PY) -m pytest $(IN_TWO) tests/deepspeed -m short
+	$(PY) -m pytest tests/megatron -m short
+	$(PY) -m pytest tests/deepspeed -m short
 
 test-megatron: $(READY)  # all tests on real Megatron: some hours on two cores
 	$(PY) -m pytest tests/megatron

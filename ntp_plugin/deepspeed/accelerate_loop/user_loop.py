@@ -74,6 +74,8 @@ class AccelerateLoop(UserDraws):
         """Collectives of the loop, and up to which of them each rank is alone."""
         self._settled = -1
         """The newest step whose copies were waited for."""
+        self._is_within = self._has_warned = False
+        """Whether a micro-batch is drawn and has had no backward; whether a gather there was warned of."""
         self._rates: dict[int, list[dict[str, Any]]] = {}
         self.passing = rank.place.joining
         """Whether the script of a joining rank runs through what the job has behind it."""
@@ -276,6 +278,7 @@ class AccelerateLoop(UserDraws):
                 )
             batch = feed.draw(self._share_of(feed, feed.stream.step, feed.stream.numbers))
             Loaders.last, self._accumulates = feed, False  # type: ignore[assignment]
+            self._is_within = True
             yield batch
         feed.end_data_epoch()
 
@@ -373,6 +376,7 @@ class AccelerateLoop(UserDraws):
 
     def backward(self, original: Callable[[], None]) -> None:
         """`Accelerator.backward`; it takes the step as well."""
+        self._is_within = False
         if self.passing:
             self._passed += 1
             self._say(True)
@@ -432,6 +436,13 @@ class AccelerateLoop(UserDraws):
             return alone()
         return found[-1]
 
+    def _warn_of_missing_ranks(self) -> None:
+        """Say once that what is gathered within a step lacks ranks: a loss that is computed from it would differ."""
+        if self.window.degraded and self._is_within and not self._has_warned:
+            what = f"of {dist.get_world_size()} of {self._nominal} ranks"
+            _LOG.warning("what the loop gathers within a step is %s now: a loss that depends on it would differ", what)
+            self._has_warned = True
+
     def _attempt(self, work: Callable[[], Any], found: list[Any], number: int) -> None:
         if number <= self._alone_until:
             raise WentBack
@@ -441,6 +452,7 @@ class AccelerateLoop(UserDraws):
         self._settled = window.step
         with self.world.present():
             found.append(work())
+        self._warn_of_missing_ranks()
         self._loop.vote(_applied, window.no_words())
 
 
