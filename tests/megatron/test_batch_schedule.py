@@ -56,7 +56,7 @@ def reference(model=BASE, **options):
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        pytest.param("TP2+TP1", "", marks=pytest.mark.short),
+        ("TP2+TP1", ""),
         ("TP4+TP3", ""),
         ("TP4+TP3", OVERLAP),
         ("TP3+TP3", SHARDED),

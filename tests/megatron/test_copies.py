@@ -133,7 +133,7 @@ def test_the_same_slot_is_lost_in_all_replicas():
     assert_every_sample_once(rows)
 
 
-@pytest.mark.parametrize("fault_point", ["backward", pytest.param("applied", marks=pytest.mark.short)])
+@pytest.mark.parametrize("fault_point", ["backward", "applied"])
 def test_a_host_is_lost(fault_point, events):
     """Two hosts of two ranks: the shared memory of the second goes with it, and the first has copies of it."""
     faults = [kill(slot, during=fault_point, step=5) for slot in (2, 3)]

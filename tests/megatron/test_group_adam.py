@@ -68,7 +68,7 @@ SAVED = f"{OVERLAP} --dist-ckpt-optim-fully-reshardable"
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(("TP2+TP1", "TP2+TP1"), marks=pytest.mark.short),
+        ("TP2+TP1", "TP2+TP1"),
         ("TP4+TP3", "TP3+TP3"),
         ("TP4+TP3", None),
         (None, "TP4+TP3"),

@@ -44,7 +44,7 @@ def worst_of(outcomes, model=LATENT, layout="", **options):
 @pytest.mark.parametrize(
     ("model", "layout", "more"),
     [
-        pytest.param(LATENT, "TP4+TP3", SP, marks=pytest.mark.short),
+        (LATENT, "TP4+TP3", SP),
         (LATENT, "TP4+TP3", ""),
         (LATENT, "TP2+TP1", ""),
         (LATENT, "TP3+TP3", f"{SP} {SHARDED}"),

@@ -188,7 +188,6 @@ def test_no_replica_is_left_that_may_train(tmp_path):
         live(job(more=more), faults=faults)
 
 
-@pytest.mark.short
 def test_a_rank_rejoins():
     lived, rows = live(job(), faults=[kill(3, during="backward", step=5)], back={3: 10})
     assert widths(lived) == dict.fromkeys(range(4), 2)

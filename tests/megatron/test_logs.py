@@ -80,7 +80,7 @@ def expected(tmp_path_factory):
     "option",
     [
         pytest.param("", id="plain"),
-        pytest.param(SHARDED, id="sharded", marks=pytest.mark.short),
+        pytest.param(SHARDED, id="sharded"),
         pytest.param(OVERLAP, id="overlap"),
     ],
 )

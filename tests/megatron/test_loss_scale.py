@@ -101,7 +101,7 @@ def test_control_a_scale_that_counts_an_undone_step_is_noticed(expected):
     assert any(one.scales != expected[0].scales for one in seen.values())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("", marks=pytest.mark.short), SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("kind", ["", SHARDED], ids=["plain", "sharded"])
 def test_fp16_overflows_in_the_same_steps(kind):
     """Each rank sees other gradients overflow, and all skip."""
     settings = {"dtype": "float32", "more": "--fp16 --initial-loss-scale 4194304 --hysteresis 1"}

@@ -79,7 +79,7 @@ def test_options_make_no_difference(option, layout):
         ("per-token loss", LAST_DEGRADED),
         ("qk-layernorm", BOTH_REPLICAS_DEGRADED),
         ("biases, layernorm", LAST_DEGRADED),
-        pytest.param(SEQUENCE, BOTH_REPLICAS_DEGRADED, marks=pytest.mark.short),
+        (SEQUENCE, BOTH_REPLICAS_DEGRADED),
         (f"{SEQUENCE}: {OLD}", BOTH_REPLICAS_DEGRADED),
         (SEQUENCE, INTERLEAVED),
         (HYBRID, FIRST_DEGRADED),

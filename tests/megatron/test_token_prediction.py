@@ -61,7 +61,7 @@ def differs(outcomes, reference):
 @pytest.mark.parametrize(
     ("layers", "where", "model", "more"),
     [
-        pytest.param(2, "TP2+TP1", MODELS[BASE], "", marks=pytest.mark.short),
+        (2, "TP2+TP1", MODELS[BASE], ""),
         (1, "TP4+TP3", MODELS[BASE], ""),
         (2, "TP4+TP3", MODELS[BASE], SP),
         (1, "TP4+TP2", f"{MODELS[BASE]} {PER_TOKEN}", "--ntp-route via_core"),
