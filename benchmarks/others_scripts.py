@@ -46,7 +46,8 @@ KILLS = (("r0.s0.t0", "backward", 5), ("r2.s0.t0", "vote", 9), ("r3.s0.t0", "for
 KILLS_BUT_THE_FIRST = (("r1.s0.t0", "backward", 5), ("r2.s0.t0", "vote", 9), ("r3.s0.t0", "forward", 13))
 """For scripts that print on the process that was rank 0 at the start, and nowhere while that is lost."""
 _NO_CHECKSUMS = """
-import os, torchvision.datasets.cifar
+import os, torch, torchvision.datasets.cifar
+torch.manual_seed(7)
 os.chdir(os.path.dirname(os.path.abspath(__file__)))
 torchvision.datasets.cifar.check_integrity = lambda *_: True
 """
@@ -55,8 +56,9 @@ import contextlib, transformers.modeling_utils
 transformers.modeling_utils.no_init_weights = contextlib.nullcontext
 """
 _STARTERS = {"cifar10": _NO_CHECKSUMS, "deepspeed-chat": _TRANSFORMERS_4}
-"""Run before a script: torchvision has checksums of the real images, which the script seeks in the working folder, and
-transformers 5 has lost a name that DeepSpeed-Chat imports, and uses in another step alone."""
+"""Run before a script: the one for CIFAR-10 seeds nothing, so two runs would begin with other weights, and seeks images
+in the working folder, of which torchvision has checksums; transformers 5 has lost a name that DeepSpeed-Chat imports,
+and uses in another step alone."""
 _SPOILT = {
     "a sample twice": """
 from ntp_plugin.deepspeed.hf import batches
