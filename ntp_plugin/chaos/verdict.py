@@ -7,12 +7,16 @@ numbers, repeated samples and missing steps can be noticed.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from ntp_plugin.chaos import weights
-from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, LEAVES_THE_JOB, OrderedFault, RequestedFaults
+from ntp_plugin.chaos.faults import INJECTED_BY_WORKER, LEAVES_THE_JOB, OF_HOSTS, OrderedFault, RequestedFaults
 from ntp_plugin.chaos.history import History
 from ntp_plugin.errors import ConfigError
+
+_TOO_LATE, _WITH_ITS_REPLICA = "left behind", "code 5"
+"""The kind, and the end of the reason, of losses that follow from another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,8 @@ def judge(
         checks.append(_steps(run, reference))
         if not (expected.returns or any(fault.what in LEAVES_THE_JOB for fault in asked.faults)):
             checks.append(_nobody_lost(run))
+        elif not any(fault.what in OF_HOSTS for fault in asked.faults):
+            checks.append(_only_victims_lost(run))
     if reference is not None:
         checks.append(_losses(run, reference, expected.bound))
         if not expected.code and reference.weighed:
@@ -370,6 +376,20 @@ def _nobody_left(end: End) -> Check:
 def _nobody_lost(run: History) -> Check:
     lost = {slot for epoch in run.recoveries for slot in _lost_in(run, epoch)}
     return Check(what="no rank was lost", found=", ".join(sorted(lost)) or "none", holds=not run.recoveries)
+
+
+def _only_victims_lost(run: History) -> Check:
+    """A process that ends without a fault of its own is a defect, also where another one takes its place. Those that
+    leave with the rest of a replica, or are too late to join, are none."""
+    slots = {number: slot for slot, number in run.numbers.items()}
+    ended = {
+        (slots.get(lost.number, f"slot {lost.number}"), lost.pid)
+        for lost in (recorded.event for recorded in run.ranks_lost)
+        if lost.kind != _TOO_LATE and not lost.reason.endswith(_WITH_ITS_REPLICA)
+    }
+    faults = Counter(recorded.event.whom for recorded in run.injected)
+    beyond = sorted(slot for slot, count in Counter(slot for slot, _ in ended).items() if count > faults[slot])
+    return Check(what="nobody was lost but by a fault", found=", ".join(beyond) or "nobody", holds=not beyond)
 
 
 def _returns(run: History, wanted: int) -> Check:

@@ -307,3 +307,22 @@ def test_weights_that_nobody_has_recorded_do_not_agree():
     found = verdict(history(killed_in=3, weights=empty), reference=history(weights=empty))
     assert broken_checks(found) == ["weights agree with the reference run's"]
     assert found.checks[-1].found == "none were recorded"
+
+
+@pytest.mark.parametrize(
+    ("number", "pid", "reason", "found"),
+    [
+        (1, 101, "its process ended with code -9", "nobody"),
+        (1, 107, "its process ended with code -6", VICTIM),
+        (2, 102, "its process ended with code -6", "r1.s0.t0"),
+        (2, 102, "its process ended with code 5", "nobody"),
+    ],
+)
+def test_a_rank_that_is_lost_without_a_fault_is_a_defect(number, pid, reason, found):
+    """The victim's own loss, another process in its slot, another slot, and one that leaves with its replica."""
+    loss = RankLost(number=number, pid=pid, kind="ended", reason=reason)
+    events = [*run_events(killed_in=3, back_in=5), RecordedEvent(at=5.5, slot="host0", event=loss)]
+    judged = verdict(History.of(events), expected=dataclasses.replace(FINE, returns=1))
+    (check,) = [check for check in judged.checks if check.what == "nobody was lost but by a fault"]
+    assert check.found == found
+    assert judged.holds is (found == "nobody")

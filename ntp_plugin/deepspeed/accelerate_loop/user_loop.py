@@ -332,7 +332,7 @@ class AccelerateLoop(UserDraws):
         self._feed, feed.trains, self._is_ready = feed, True, True
         self.window.follow(feed)
         self._begin_with_first_loader()
-        assert self._joins_at is not None, "the others have told"
+        assert self._joins_at is not None, "the others have reported it"
         feed.book.draws.update(self._joins_at.draws)
         self._rates.update(self._joins_at.rates)
         self._newest = self._joins_at.step
