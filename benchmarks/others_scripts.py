@@ -7,7 +7,8 @@
 Each row is a chaos campaign (`ntp_plugin/chaos/`): `ntp run` starts the script with four ranks, three of them are
 killed at fault points, and lost ones come back as far as `returns` says. The reference run is the same command without
 faults. Losses and weights are those of the record; `lines` are the lines that the script itself has printed about its
-training, and must be the reference run's, character by character.
+training, and must be the reference run's, character by character; only DeepSpeed-Chat's, in halves, may be `printed`
+apart.
 
 The model, its tokenizer and the data are made by `small_inputs.py`. Two scripts need something before they start here,
 which `_STARTERS` does outside of them. Each finished row is a line in build/show/scripts.jsonl, and the next call
@@ -308,9 +309,8 @@ def distance(line: str, other: str) -> float:
     mine, theirs = (re.findall(_NUMBER, text) for text in (line, other))
     if re.sub(_NUMBER, "", line) != re.sub(_NUMBER, "", other):
         return math.inf
-    return max(
-        abs(float(one) - float(two)) / max(abs(float(two)), 1e-300) for one, two in zip(mine, theirs, strict=True)
-    )
+    pairs = [(float(one), float(two)) for one, two in zip(mine, theirs, strict=True)]
+    return max(abs(one - two) / max(abs(two), 1e-300) for one, two in pairs)
 
 
 def noticed(control: str, inputs: Path, folder: Path) -> bool:
