@@ -20,7 +20,7 @@ from ntp_plugin.deepspeed.full_width_replicas import AskedOfGroups
 from ntp_plugin.deepspeed.job import DeepSpeedJob
 from ntp_plugin.deepspeed.loaders import dealt
 from ntp_plugin.deepspeed.settings import read_policy
-from ntp_plugin.deepspeed.unsupported import adapters_are_named, refuse_lightning
+from ntp_plugin.deepspeed.unsupported import adapters_are_named
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.patching import Replacement, apply_all
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -95,8 +95,7 @@ def _that_can_lose_ranks(original: Callable[..., None]) -> Callable[..., None]:
             raise _not_ours()
         require_tested("deepspeed", reports=job.rank.place.slot == 0)
         mpu = kwargs.get("mpu")
-        refuse_lightning(kwargs.get("model"))
-        job.refuse(engine, config, policy, mpu)
+        job.refuse(engine, config, policy, kwargs.get("model"), mpu)
         if mpu is not None:
             kwargs["mpu"] = AskedOfGroups(mpu)
         with adapters_are_named(engine, config):

@@ -92,11 +92,11 @@ class DeepSpeedJob:
             Replacement(target="deepspeed.comm.torch:TorchBackend.all_gather", why=why, make=alone),
         )
 
-    def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, mpu: Any) -> None:
+    def refuse(self, engine: Any, config: Any, policy: TrainingPolicy, model: Any, mpu: Any) -> None:
         """Raise `Refused` for an engine that could not go on after a loss, before it is built."""
         if self.engine is not None:
             raise Refused("a second engine is made in this process", fix="switch ntp on for one of them")
-        refuse_configuration(engine, config, policy, mpu=mpu)
+        refuse_configuration(engine, config, policy, model=model, mpu=mpu)
         if self.rank.place.export is not None:  # an export trains nothing, and the monitors belong to the job
             for monitor in _MONITORS:
                 getattr(config.monitor_config, monitor).enabled = False

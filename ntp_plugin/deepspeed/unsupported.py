@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ MADE_ANEW = "is made anew within ZeRO, by DeepSpeed, and the engine keeps one th
 _WHAT_WORKS = "train with ZeRO, data parallel, with AutoTP (stages 0 to 2) or with an mpu's tensor parallelism"
 
 
-def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mpu: Any) -> None:
+def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, model: Any, mpu: Any) -> None:
     """Raise `Refused` with all unsupported options of a configuration, before anything is built."""
     raw = config._param_dict
     cuts = raw.get("tensor_parallel", {}).get("autotp_size", 0) > 1
@@ -34,6 +34,7 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         [
             *unsupported_keys(raw, config.zero_config),
             *_unsupported_mpu(mpu, config.zero_config, cuts=cuts),
+            *_of_lightning(model),
             *unsupported_ntp_keys(policy, cuts=cuts, mpu=mpu is not None),
         ]
     )
@@ -41,14 +42,14 @@ def refuse_configuration(engine: Any, config: Any, policy: TrainingPolicy, *, mp
         refuse_one_replica(bwc_tensor_model_parallel_world_size(mpu), dist.get_world_size())
 
 
-def refuse_lightning(model: Any) -> None:
-    """Raise `Refused` for a model that Lightning's Trainer trains."""
+def _of_lightning(model: Any) -> Iterator[UnsupportedOption]:
     trainer = getattr(model, "_trainer", None)
     if type(trainer).__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
-        raise Refused(
-            "Lightning's Trainer ends a data epoch after as many batches as its loader had at the start, and counts a"
-            " batch before it is trained; after a loss a rank has more batches, and trains some of them again."
-            " Lightning would have to ask how many batches each step has, and to count a step when it is over",
+        yield UnsupportedOption(
+            flag="Lightning's Trainer",
+            why="ends a data epoch after as many batches as its loader had at the start, and counts a batch before it"
+            " is trained; after a loss a rank has more batches, and trains some of them again. Lightning would have to"
+            " ask how many batches each step has, and to count a step when it is over",
             fix="a loop of your own, with Accelerate or without, or Hugging Face's Trainer",
         )
 
@@ -63,6 +64,20 @@ def refuse_all(found: Sequence[UnsupportedOption]) -> None:
             f"{len(found)} options are not supported: {'; '.join(map(str, found))}",
             fix="; ".join(fixes),
         )
+
+
+def refuse_loop(found: Iterable[tuple[str, str]], *, loop: str) -> None:
+    """Raise one `Refused` for all that a framework's loop cannot have.
+
+    Args:
+        found: What it has, and what to do.
+        loop: What kind of loop it is.
+    """
+    options = list(found)
+    if options:
+        what = "; ".join(option for option, _ in options)
+        fixes = dict.fromkeys(fix for _, fix in options)
+        raise Refused(f"{what}, and {loop} cannot go on after a loss", fix="; ".join(fixes))
 
 
 @contextlib.contextmanager

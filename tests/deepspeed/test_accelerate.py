@@ -31,6 +31,7 @@ def test_a_job_without_losses_trains_as_the_reference():
         other = undisturbed(job)[slot]
         assert all(seen.weights[name].tobytes() == value.tobytes() for name, value in other.weights.items())
         assert (seen.used, seen.metrics) == (other.used, other.metrics)
+        assert not seen.warnings
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,8 @@ def test_a_rank_is_killed_in_a_collective_of_the_loop(stage, slot, fault_point):
     job = Job(stage=stage, gathers=True)
     outcomes, _ = run(job, faults=[kill(slot, during=fault_point, step=3)])
     assert_same_training(outcomes, job)
+    for seen in outcomes.values():
+        assert sum("gathers within a step is of 3 of 4 ranks" in warning for warning in seen.warnings) == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -153,6 +156,10 @@ def test_other_weights_are_noticed():
         ({"loading": (("even_batches", False),)}, "even_batches"),
         ({"iterable": True}, "IterableDataset|dispatch_batches"),
         ({"accelerator": (("step_scheduler_with_optimizer", False),)}, "step_scheduler_with_optimizer"),
+        (
+            {"loading": (("split_batches", True),), "accelerator": (("step_scheduler_with_optimizer", False),)},
+            "split_batches cuts .*; step_scheduler_with_optimizer",
+        ),
         ({"skips": 1}, "skip_first_batches"),
         ({"accumulates": False}, "accelerator.accumulate"),
     ],

@@ -195,6 +195,10 @@ def test_another_log_is_noticed():
         ((("accelerator_config", {"even_batches": False}),), "even_batches"),
         ((("train_sampling_strategy", "batch_rebalance"),), "batch_rebalance"),
         ((("auto_find_batch_size", True),), "auto_find_batch_size"),
+        (
+            (("auto_find_batch_size", True), ("accelerator_config", {"even_batches": False})),
+            "auto_find_batch_size .*; even_batches",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(arguments, says):

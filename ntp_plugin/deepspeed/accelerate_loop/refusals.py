@@ -6,26 +6,25 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import IterableDataset
 
+from ntp_plugin.deepspeed.unsupported import refuse_loop
 from ntp_plugin.errors import Refused
 
 _LEAVE_OUT = "leave it out of DataLoaderConfiguration"
 
 
 def refuse_settings(accelerator: Any, *, tp: int, resumes: bool) -> None:
-    """Raise `Refused` for the first setting of an `Accelerator` with which its loop cannot go on after a loss.
+    """Raise `Refused` for all settings of an `Accelerator` with which its loop cannot go on after a loss.
 
     Args:
         accelerator: The script's.
         tp: Slots of a replica.
         resumes: Whether the job begins from the copies of a dead one.
     """
-    for what, fix in _of_accelerator(accelerator, tp):
-        raise Refused(f"{what}, and such a loop cannot go on after a loss", fix=fix)
+    found = [*_of_accelerator(accelerator, tp)]
     if resumes:
-        raise Refused(
-            "--ntp-resume: the copies do not hold the state of a loop with accelerate",
-            fix="resume from a checkpoint (accelerator.save_state and load_state)",
-        )
+        what = "--ntp-resume has copies which do not hold the state of a loop with accelerate"
+        found.append((what, "resume from a checkpoint (accelerator.save_state and load_state)"))
+    refuse_loop(found, loop="such a loop")
 
 
 def _of_accelerator(accelerator: Any, tp: int) -> Iterator[tuple[str, str]]:

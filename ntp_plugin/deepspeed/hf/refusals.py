@@ -6,11 +6,11 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import IterableDataset
 
-from ntp_plugin.errors import Refused
+from ntp_plugin.deepspeed.unsupported import refuse_loop
 
 
 def refuse(trainer: Any, loader: Any, config: Mapping[str, Any], *, resumes: bool) -> None:
-    """Raise `Refused` for the first option that the job cannot have, before its engine is built.
+    """Raise `Refused` for all options that the job cannot have, before its engine is built.
 
     Args:
         trainer: The Trainer.
@@ -18,12 +18,15 @@ def refuse(trainer: Any, loader: Any, config: Mapping[str, Any], *, resumes: boo
         config: The DeepSpeed configuration, with values in place of "auto".
         resumes: Whether the job begins from the copies of a dead one.
     """
-    for what, fix in (*_of_arguments(trainer.args), *_of_parallelism(trainer, config), *_of_loader(loader)):
-        raise Refused(f"{what}, and such a Trainer cannot go on after a loss", fix=fix)
+    found = (*_of_arguments(trainer.args), *_of_parallelism(trainer, config), *_of_loader(loader), *_of_copies(resumes))
+    refuse_loop(found, loop="such a Trainer")
+
+
+def _of_copies(resumes: bool) -> Iterator[tuple[str, str]]:
     if resumes:
-        raise Refused(
-            "--ntp-resume: the copies do not hold the Trainer's own state",
-            fix="resume from the Trainer's checkpoint (resume_from_checkpoint)",
+        yield (
+            "--ntp-resume has copies which do not hold the Trainer's own state",
+            "resume from the Trainer's checkpoint (resume_from_checkpoint)",
         )
 
 

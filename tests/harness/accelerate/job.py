@@ -1,10 +1,12 @@
 """Run a plain loop with Hugging Face Accelerate and DeepSpeed in ranks of the harness, while some of them die."""
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +100,8 @@ class Seen:
     metrics: list[float]
     """One number of each evaluation."""
     reduced: list[float]
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    """Those of the plugin's part for such loops."""
 
 
 def have_frameworks_imported() -> None:
@@ -145,12 +149,25 @@ class Play:
         if self.job.dtype == "float64":
             emulate_in_float64()
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _warnings() as warnings:
             if self.job.enabled:
                 report_fault_points(rank, self.asking)
             seen = _train(self.job, self.job.folder or folder)
             ours.end()
-        return seen
+        return dataclasses.replace(seen, warnings=warnings)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ntp_plugin.deepspeed.accelerate_loop")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def _train(job: Job, folder: str) -> Seen:
