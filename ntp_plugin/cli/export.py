@@ -49,7 +49,7 @@ def add_command(actions: "argparse._SubParsersAction[OneLineParser]") -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and exit")
     parser.epilog = "The command of a worker follows after --: -- train.py ARGUMENTS, or -- -m MODULE ARGUMENTS."
-    parser.usage = "%(prog)s RUN --to DIR [--nproc-per-node N] [--dry-run] -- COMMAND"
+    parser.usage = "%(prog)s RUN --to DIR [--nproc-per-node N] [--ntp-deepspeed FILE] [--dry-run] -- COMMAND"
     parser.takes_command = True
     parser.set_defaults(run=run, parser=parser)
 
@@ -60,11 +60,11 @@ def run(parsed: Any) -> int:
     version, words = _version(folder), _command(parsed.command, folder, parsed)
     processes = _processes(folder) if parsed.nproc_per_node is None else parsed.nproc_per_node
     to = _empty(parsed.to.absolute(), folder)
+    block = None if parsed.ntp_deepspeed is None else deepspeed_block(parsed.ntp_deepspeed)
     if parsed.dry_run:
         print(f"{version} of {folder} would be written to {to} by {processes} processes of")
         print(shlex.join(words))
         return 0
-    block = None if parsed.ntp_deepspeed is None else deepspeed_block(parsed.ntp_deepspeed)
     code = _whole_or_nothing(to, lambda: _write(folder, processes, words, to, deepspeed=block))
     _say(f"no checkpoint was written; {folder} is unchanged" if code else f"the checkpoint is in {to}")
     return code

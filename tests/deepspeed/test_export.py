@@ -31,11 +31,15 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def export(to, script):
+def exporting(to, script):
     words = ["-m", "ntp_plugin.cli.main", "copies", "export", "latest", "--to", str(to), "--", *script]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *words], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
     )
+
+
+def export(to, script):
+    done = exporting(to, script)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"the checkpoint is in {to}" in done.stdout
     return int((to / "latest").read_text().removeprefix("global_step"))
@@ -81,6 +85,10 @@ def test_exported_copies_equal_what_deepspeed_would_have_saved(tmp_path, config,
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     dead = export(tmp_path / "dead", watched[2:])
+    off = exporting(tmp_path / "off", [*words[1:], with_block(tmp_path, {"enabled": False}, of=config, stage=stage)])
+    assert off.returncode == 2, off.stdout[-3000:] + off.stderr[-3000:]
+    assert "the configuration does not enable ntp" in off.stdout + off.stderr
+    assert not (tmp_path / "off").exists(), "nothing was trained or written"
     assert dead > living >= 7
     own = without_us(
         tmp_path, [*words, with_block(tmp_path, {"enabled": False}, of=config, stage=stage)], [living, dead]
