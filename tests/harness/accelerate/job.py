@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.accelerate.fault_points import FAULT_POINTS, report_fault_points
-from tests.harness.played_ranks import Asking, asking_of, played, quietly
-from tests.harness.zero.job import SMALL, emulate_in_float64, weights_of
+from tests.harness.played_loops import PlayedLoop, run_loop
+from tests.harness.zero.job import SMALL, weights_of
 from tests.harness.zero.models import FEATURES
 
 RATE = 1e-2
@@ -104,21 +102,12 @@ class Seen:
     """Those of the plugin's part for such loops."""
 
 
-def have_frameworks_imported() -> None:
-    """Make the fork server import them before the first rank."""
-    os.environ["NTP_PRELOAD"] = "deepspeed,accelerate"
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
 def run(
     job: Job, *, faults: Sequence[Fault] = (), back: Mapping[int, int] | None = None, leaving: Sequence[int] = ()
 ) -> tuple[dict[int, Seen], Rows]:
-    """Results of the surviving ranks, and what they wrote. `back`: slots that restart after their death, and the step
-    at which the others wait until they ask."""
-    have_frameworks_imported()
-    back = back or {}
-    return played(
-        job.ranks, Play(job, asking_of(back)), faults=faults, fault_points=FAULT_POINTS, back=back, leaving=leaving
+    """Results of the surviving ranks, and what they wrote (`run_loop`)."""
+    return run_loop(
+        job, Play, preload="deepspeed,accelerate", fault_points=FAULT_POINTS, faults=faults, back=back, leaving=leaving
     )
 
 
@@ -128,32 +117,19 @@ def undisturbed(job: Job) -> dict[int, Seen]:
     return run(dataclasses.replace(job, enabled=False))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Play:
-    """The program of a rank, in a process of its own."""
+class Play(PlayedLoop):
+    """The script in a rank."""
 
-    job: Job
-    asking: Asking = dataclasses.field(default_factory=Asking)
+    hooks = "ntp_plugin.deepspeed.accelerate_loop"
 
-    def __call__(self, rank: Rank) -> Seen:
-        return quietly(rank.slot, functools.partial(self._play, rank))
+    def train(self, rank: Rank, folder: str) -> Seen:
+        from tests.harness.accelerate import script  # noqa: PLC0415  (it imports accelerate)
 
-    def _play(self, rank: Rank) -> Seen:
-        os.environ |= rank.environment()
-        import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
-        from ntp_plugin.deepspeed import accelerate_loop  # noqa: PLC0415
-        from ntp_plugin.launch import accelerate_on_cpu  # noqa: PLC0415
-
-        accelerate_on_cpu.install()
-        accelerate_loop.install()
-        if self.job.dtype == "float64":
-            emulate_in_float64()
         torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory() as folder, _warnings() as warnings:
-            if self.job.enabled:
-                report_fault_points(rank, self.asking)
-            seen = _train(self.job, self.job.folder or folder)
-            ours.end()
+        if self.job.enabled:
+            report_fault_points(rank, self.asking)
+        with _warnings() as warnings:
+            seen: Seen = script.train(self.job, folder)
         return dataclasses.replace(seen, warnings=warnings)
 
 
@@ -168,12 +144,6 @@ def _warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
-
-
-def _train(job: Job, folder: str) -> Seen:
-    from tests.harness.accelerate import script  # noqa: PLC0415  (it imports accelerate)
-
-    return script.train(job, folder)
 
 
 def make_model(job: Job) -> torch.nn.Module:

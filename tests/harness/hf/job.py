@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from ntp_plugin.testing.faults import Fault
 from ntp_plugin.testing.ranks import Rank
 from tests.harness.hf.fault_points import FAULT_POINTS, report_fault_points
-from tests.harness.played_ranks import Asking, asking_of, played, quietly
-from tests.harness.zero.job import HALVES, SMALL, emulate_in_float64, weights_of
+from tests.harness.played_loops import PlayedLoop, run_loop
+from tests.harness.played_ranks import Asking
+from tests.harness.zero.job import HALVES, SMALL, weights_of
 
 VOCABULARY, LENGTH, RATE = 60, 10, 1e-2
 GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -113,22 +112,12 @@ class Text(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": labels}
 
 
-def have_frameworks_imported() -> None:
-    """Make the fork server import them before the first rank."""
-    os.environ["NTP_PRELOAD"] = "deepspeed,transformers.trainer,transformers.models.llama.modeling_llama"
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
 def run(
     job: Job, *, faults: Sequence[Fault] = (), back: Mapping[int, int] | None = None, leaving: Sequence[int] = ()
 ) -> tuple[dict[int, Seen], Rows]:
-    """Results of the surviving ranks, and what they wrote. `back`: slots that restart after their death, and the step
-    at which the others wait until they ask."""
-    have_frameworks_imported()
-    back = back or {}
-    return played(
-        job.ranks, Play(job, asking_of(back)), faults=faults, fault_points=FAULT_POINTS, back=back, leaving=leaving
-    )
+    """Results of the surviving ranks, and what they wrote (`run_loop`)."""
+    preload = "deepspeed,transformers.trainer,transformers.models.llama.modeling_llama"
+    return run_loop(job, Play, preload=preload, fault_points=FAULT_POINTS, faults=faults, back=back, leaving=leaving)
 
 
 @functools.cache
@@ -137,30 +126,13 @@ def undisturbed(job: Job) -> dict[int, Seen]:
     return run(dataclasses.replace(job, enabled=False))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Play:
-    """The program of a rank, in a process of its own."""
+class Play(PlayedLoop):
+    """The Trainer in a rank."""
 
-    job: Job
-    asking: Asking = dataclasses.field(default_factory=Asking)
+    hooks = "ntp_plugin.deepspeed.hf"
 
-    def __call__(self, rank: Rank) -> Seen:
-        return quietly(rank.slot, functools.partial(self._play, rank))
-
-    def _play(self, rank: Rank) -> Seen:
-        os.environ |= rank.environment()
-        import ntp_plugin.deepspeed.activation as ours  # noqa: PLC0415  (only ranks have DeepSpeed with hooks in it)
-        from ntp_plugin.deepspeed import hf  # noqa: PLC0415
-        from ntp_plugin.launch import accelerate_on_cpu  # noqa: PLC0415
-
-        accelerate_on_cpu.install()
-        hf.install()
-        if self.job.dtype == "float64":
-            emulate_in_float64()
-        with tempfile.TemporaryDirectory() as folder:
-            seen = _train(self.job, rank, self.asking, self.job.folder or folder)
-            ours.end()
-        return seen
+    def train(self, rank: Rank, folder: str) -> Seen:
+        return _train(self.job, rank, self.asking, folder)
 
 
 def _metrics(found: Any) -> dict[str, float]:
