@@ -3,9 +3,10 @@
     CONFIGS=path[:path...] python -m benchmarks.trainers     every fault point and victim; some twenty minutes
     SCALE=ci python -m benchmarks.trainers                   a slice; no configurations are counted without CONFIGS
 
-Each row is a job of four ranks that loses one: with ZeRO-3 or offloading, or of Hugging Face's Trainer. It has the
-largest relative difference of its losses and weights from stock DeepSpeed on the same samples; the log and the counters
-of the Trainer are compared as well. `recovered_s` is the time from the kill to the end of the first later step of the
+Each row is a job of four ranks that loses one: with ZeRO-3 or offloading, of Hugging Face's Trainer, or of a loop with
+Accelerate. It has the largest relative difference of its losses and weights from stock DeepSpeed on the same samples;
+what the Trainer logs, and what both count, is compared as well. The loss of a loop with Accelerate is that of its
+evaluations. `recovered_s` is the time from the kill to the end of the first later step of the
 others, including an ordinary step. The paths in CONFIGS are checkouts of projects with DeepSpeed configurations
 (`deepspeed_configs.py`). Each negative control has one planted fault, and must be detected.
 """
@@ -26,6 +27,8 @@ from benchmarks.deepspeed_numerics import FAULT_POINTS, SEED, STEP, VICTIMS, Pla
 from ntp_plugin.errors import NtpError
 from ntp_plugin.testing.faults import kill
 from ntp_plugin.testing.ranks import Rank
+from tests.harness.accelerate import compare as accelerate_compare
+from tests.harness.accelerate import job as accelerate
 from tests.harness.hf import compare as hf_compare
 from tests.harness.hf import job as hf
 from tests.harness.zero import job as zero
@@ -48,9 +51,9 @@ CONTROLS = ("repeated_ones_count", "frozen_slices_not_restored", "padding_not_le
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerCase:
-    """One row of Hugging Face's Trainer."""
+    """One row of Hugging Face's Trainer, or of a loop with Accelerate."""
 
-    job: hf.Job
+    job: hf.Job | accelerate.Job
     victim: int
     fault_point: str
     back: int | None = None
@@ -67,6 +70,19 @@ TRAINER_CASES = (
     TrainerCase(job=hf.Job(stage=3, dtype="float32"), victim=0, fault_point="logging"),
 )
 """The first rank writes the log."""
+EVALUATES = 18
+ACCELERATE_CASES = tuple(
+    TrainerCase(job=accelerate.Job(evaluates=EVALUATES, **changes), victim=victim, fault_point=fault_point, back=back)
+    for changes, victim, fault_point, back in (
+        ({"stage": 0}, 2, "vote", 7),
+        ({"stage": 1}, 3, "stepped", None),
+        ({"stage": 2, "gathers": True}, 0, "gather", 7),
+        ({"stage": 2, "saves": 2}, 1, "saving", None),
+        ({"stage": 3, "accumulates": False, "each": 1}, 1, "forward", None),
+        ({"stage": 3}, 2, "backward", 7),
+        ({"stage": 3, "dtype": "float32"}, 0, "reduce", None),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +102,12 @@ def cases(scale: str) -> Iterator[Case]:
     for number, case in enumerate(_all_cases()):
         if scale != "ci" or number % 8 == 0:
             yield case
+
+
+def trainer_cases(scale: str) -> tuple[TrainerCase, ...]:
+    """Return the jobs of trainers; in CI one of each."""
+    some = 1 if scale == "ci" else None
+    return (*TRAINER_CASES[:some], *ACCELERATE_CASES[:some])
 
 
 def _all_cases() -> Iterator[Case]:
@@ -178,19 +200,27 @@ def row_of(case: Case) -> tuple[dict[str, Any], bool]:
 
 
 def row_of_trainer(case: TrainerCase) -> tuple[dict[str, Any], bool]:
-    """Return the row of a job of the Trainer, and whether it holds: its log and counters too are compared."""
+    """Return the row of a job of a trainer, and whether it holds: its log and counters too are compared."""
     job = case.job
-    row: dict[str, Any] = {"trainer": "hf-trainer", "stage": job.stage, "offload": "none", "dtype": job.dtype}
-    row |= {"model": "llama, adapters" if job.lora else "llama", "moment": case.fault_point, "victim": case.victim}
-    row["back"] = case.back is not None
+    ran: Any = (hf, hf_compare) if isinstance(job, hf.Job) else (accelerate, accelerate_compare)
+    running, compare = ran
+    trainer = "hf-trainer" if running is hf else "accelerate"
+    row: dict[str, Any] = {"trainer": trainer, "stage": job.stage, "offload": "none", "dtype": job.dtype}
+    row |= {"model": _model_of(job), "moment": case.fault_point, "victim": case.victim, "back": case.back is not None}
     try:
         faults = [kill(case.victim, during=case.fault_point, step=TRAINER_STEP)]
-        outcomes, _ = hf.run(job, faults=faults, back=None if case.back is None else {case.victim: case.back})
-        row |= hf_compare.differences(outcomes, job) | {"bound": hf_compare.BOUNDS[job.dtype]}
-        hf_compare.assert_same_training(outcomes, job)
+        outcomes, _ = running.run(job, faults=faults, back=None if case.back is None else {case.victim: case.back})
+        row |= compare.differences(outcomes, job) | {"bound": compare.BOUNDS[job.dtype]}
+        compare.assert_same_training(outcomes, job)
     except (RuntimeError, TimeoutError, AssertionError, NtpError) as error:  # the other rows are worth knowing
         return row | {"failed": str(error)[-200:]}, False
     return row, True
+
+
+def _model_of(job: hf.Job | accelerate.Job) -> str:
+    if isinstance(job, accelerate.Job):
+        return "layers" + ", gathers" * job.gathers + ", checkpoints" * bool(job.saves)
+    return "llama, adapters" if job.lora else "llama"
 
 
 def _model(job: Job) -> str:
@@ -207,7 +237,7 @@ def main(scale: str) -> int:
     configs = deepspeed_configs.counted(folders) if folders else {}
     rows, fine = [], True
     played = (row_of(case) for case in cases(scale))
-    of_trainers = (row_of_trainer(case) for case in TRAINER_CASES[: 1 if scale == "ci" else None])
+    of_trainers = (row_of_trainer(case) for case in trainer_cases(scale))
     for row, holds in itertools.chain(played, of_trainers):
         rows.append(row)
         fine &= holds

@@ -18,6 +18,19 @@ def of_weights(mine: Seen, theirs: Seen) -> float:
     )
 
 
+def differences(outcomes: Mapping[int, Seen], job: Job) -> dict[str, float]:
+    """Return the largest relative differences from the run without losses: of the evaluations, and of the weights."""
+    theirs = undisturbed(job)[0]
+    return {
+        "loss": max(
+            abs(value - other) / abs(other)
+            for mine in outcomes.values()
+            for value, other in zip(mine.metrics, theirs.metrics, strict=True)
+        ),
+        "weights": max(of_weights(mine, theirs) for mine in outcomes.values()),
+    }
+
+
 def assert_same_training(outcomes: Mapping[int, Seen], job: Job, *, metrics: bool = True) -> None:
     """Assert that all ranks have the weights, counters and schedule of the run without losses."""
     theirs = undisturbed(job)[0]
