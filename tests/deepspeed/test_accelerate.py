@@ -70,6 +70,17 @@ def test_a_loop_without_accumulate():
     assert_same_training(outcomes, job)
 
 
+@pytest.mark.parametrize("schedule", ["torch", "config", ""])
+@pytest.mark.parametrize("back", [5, 7, 8])
+@pytest.mark.parametrize(("stage", "slot"), [(2, 2), (3, 0)])
+def test_a_joining_rank_counts_a_step_that_is_taken_again_once(stage, slot, back, schedule):
+    """The scripts of the others have counted a step that the recovery has undone, and stepped their schedules."""
+    job = Job(stage=stage, schedule=schedule)
+    outcomes, _ = run(job, faults=[kill(slot, during="vote", step=2)], back={slot: back})
+    assert {seen.members for seen in outcomes.values()} == {4}
+    assert_same_training(outcomes, job, joined={slot: back})
+
+
 @pytest.mark.parametrize(("stage", "slot"), [(0, 0), (2, 2), (2, 0), (3, 2)])
 def test_a_rank_rejoins(stage, slot):
     """It comes in in the second data epoch; its script has the counters of the others."""

@@ -24,6 +24,8 @@ class AcceleratePosition:
 
     step: int
     """Steps that are taken."""
+    newest: int
+    """Steps that the scripts have counted. A step that a recovery has undone is one of them: it is taken again."""
     draws: dict[int, Any]
     """Data epoch -> the random number generators before its batches were drawn."""
     rates: dict[int, Any]

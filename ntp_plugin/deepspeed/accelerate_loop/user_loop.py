@@ -139,6 +139,7 @@ class AccelerateLoop(UserDraws):
         assert self._feed is not None, "ranks join a loop that trains"
         return AcceleratePosition(
             step=self.window.step,
+            newest=self._newest,
             draws=dict(self._feed.book.draws),
             rates=dict(self._rates),
             schedules=[schedule.state_dict() for schedule in self._schedules],
@@ -312,7 +313,7 @@ class AccelerateLoop(UserDraws):
             self._come_in(feed)
         joins_at = self._joins_at
         assert joins_at is not None, "it is admitted"
-        if self._passed < joins_at.step:
+        if self._passed < joins_at.newest:
             return True
         self.passing = False
         self.world.follow()
@@ -325,7 +326,7 @@ class AccelerateLoop(UserDraws):
         return False
 
     def _known(self) -> int:
-        return self._reports.newest() if self._joins_at is None else self._joins_at.step
+        return self._reports.newest() if self._joins_at is None else self._joins_at.newest
 
     def _come_in(self, feed: LoopFeed) -> None:
         """Wait for admission, at the place where the others let this rank in."""
@@ -335,7 +336,7 @@ class AccelerateLoop(UserDraws):
         assert self._joins_at is not None, "the others have reported it"
         feed.book.draws.update(self._joins_at.draws)
         self._rates.update(self._joins_at.rates)
-        self._newest = self._joins_at.step
+        self._newest = self._joins_at.newest
 
     def _forward_while_passing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`engine.forward` of a joining rank."""

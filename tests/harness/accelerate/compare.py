@@ -1,6 +1,6 @@
 """Compare a run of a loop with accelerate that lost ranks with one that did not."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -18,28 +18,35 @@ def of_weights(mine: Seen, theirs: Seen) -> float:
     )
 
 
-def differences(outcomes: Mapping[int, Seen], job: Job) -> dict[str, float]:
-    """Return the largest relative differences from the run without losses: of the evaluations, and of the weights."""
+def differences(outcomes: Mapping[int, Seen], job: Job, *, joined: Collection[int] = ()) -> dict[str, float]:
+    """Return the largest relative differences from the run without losses: of the evaluations, and of the weights.
+    `joined`: slots that have rejoined; what they evaluated before that counts for nothing."""
     theirs = undisturbed(job)[0]
     return {
         "loss": max(
             abs(value - other) / abs(other)
-            for mine in outcomes.values()
+            for slot, mine in outcomes.items()
+            if slot not in joined
             for value, other in zip(mine.metrics, theirs.metrics, strict=True)
         ),
         "weights": max(of_weights(mine, theirs) for mine in outcomes.values()),
     }
 
 
-def assert_same_training(outcomes: Mapping[int, Seen], job: Job, *, metrics: bool = True) -> None:
-    """Assert that all ranks have the weights, counters and schedule of the run without losses."""
+def assert_same_training(
+    outcomes: Mapping[int, Seen], job: Job, *, metrics: bool = True, joined: Mapping[int, int] | None = None
+) -> None:
+    """Assert that all ranks have the weights, counters and schedule of the run without losses. `joined`: slots that
+    have rejoined, and the step; they have run through what was before without computing."""
     theirs = undisturbed(job)[0]
     for slot, mine in outcomes.items():
         found = of_weights(mine, theirs)
         assert found <= BOUNDS[job.dtype], (slot, found)
         for name in _COUNTED:
             here, there = getattr(mine, name), getattr(theirs, name)
+            if name in ("rates", "reduced") and joined and slot in joined:
+                here, there = here[joined[slot] :], there[joined[slot] :]
             assert here == there, (slot, name, here, there)
-        if metrics:
+        if metrics and not (joined and slot in joined):
             np.testing.assert_allclose(mine.metrics, theirs.metrics, rtol=BOUNDS[job.dtype])
     assert [mine.is_main for _, mine in sorted(outcomes.items())] == [True] + [False] * (len(outcomes) - 1)
