@@ -6,7 +6,7 @@ PY := .venv/bin/python
 # Two files of tests at a time: ranks wait for much of theirs.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-experts show-trainers show-scripts show-recipes show-widths soak-cycles megatron-flags signatures docs clean
+.PHONY: demo test test-megatron test-deepspeed check bench-planning show-planning show-regroup show-numerics show-agreement show-recovery show-returns show-deepspeed show-deepspeed-returns show-corruption show-copies show-simulator bench-lanes show-overhead show-live-overhead show-soak show-outside show-megatron-recipes show-experts show-layers show-trainers show-scripts show-recipes show-widths soak-cycles megatron-flags signatures docs clean
 
 demo: $(READY)
 	.venv/bin/ntp plan recipes/plan/two-gpus-short.toml
@@ -85,13 +85,16 @@ show-outside: $(READY)  # two hours or more; it goes on where it ended; SCALE=ci
 show-megatron-recipes: $(READY)  # hours; MEGATRON_LM=path of a checkout; ROWS=name,... for some; it goes on where it ended
 	$(PY) -m benchmarks.megatron_recipes
 
+show-layers: $(READY)  # twenty minutes; SCALE=ci for three jobs
+	$(PY) -m benchmarks.layers
+
 show-experts: $(READY)  # half an hour; ROWS=feature,... for some; it goes on where it ended
 	$(PY) -m benchmarks.experts
 
 show-trainers: $(READY)  # twenty minutes; CONFIGS=path[:path...] of checkouts with DeepSpeed configurations
 	$(PY) -m benchmarks.trainers
 
-show-scripts: $(READY)  # half an hour or more; it goes on where it ended; SCRIPTS=path of a checkout of DeepSpeedExamples; ROWS=name,... for some
+show-scripts: $(READY)  # half an hour or more; it goes on where it ended; SCRIPTS=path of a checkout of DeepSpeedExamples (its CIFAR-10 needs the extra `scripts`); ROWS=name,... for some
 	$(PY) -m benchmarks.others_scripts
 
 show-recipes: $(READY)  # most of an hour; it goes on where it ended

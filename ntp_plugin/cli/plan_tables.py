@@ -14,7 +14,7 @@ from ntp_plugin.planning.decision import decide, in_lines
 from ntp_plugin.planning.expert_changes import ExpertDeal, ExpertGroupChange
 from ntp_plugin.planning.pace import HEALTHY_NS
 from ntp_plugin.planning.recovery_plan import GroupChange, RecoveryPlan, fullest_memory
-from ntp_plugin.planning.routes import FRAMEWORK, StageRoute
+from ntp_plugin.planning.routes import FRAMEWORK, SegmentRoute
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot
 from ntp_plugin.planning.transfers import Transfer
@@ -168,7 +168,7 @@ def _takers(segments: Iterable[tuple[int, int, int]], orphaned: sp.Spans) -> str
     return _first((f"t{slot} ({count:,})" for slot, count in sorted(taken.items()) if count), 8)
 
 
-def _lanes_table(routes: Sequence[StageRoute]) -> Table:
+def _lanes_table(routes: Sequence[SegmentRoute]) -> Table:
     table = _table(
         "Lanes: bytes that the busiest rank sends for one reduction",
         *("stage", "route", ">lanes", ">direct: NIC", ">cost", ">cores", ">via core: NIC", ">domain", ">cost"),
@@ -181,7 +181,7 @@ def _lanes_table(routes: Sequence[StageRoute]) -> Table:
         rows.append(
             [
                 *(
-                    f"s{route.stage}",
+                    f"s{route.segment}",
                     route.route,
                     str(direct.communicators),
                     _bytes(direct.nic_bytes),

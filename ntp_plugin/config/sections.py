@@ -347,7 +347,7 @@ class ActionsPolicy:
     """Which actions a loss may cause, and their expected costs."""
 
     forbid: tuple[str, ...] = key(
-        (), help="what is never done: reduce-tp or drop-replica; repeatable", metavar="ACTION"
+        (), help="what is never done: reduce-tp, move-layers or drop-replica; repeatable", metavar="ACTION"
     )
     restart_s: float | None = key(
         None,

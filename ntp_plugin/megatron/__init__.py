@@ -37,7 +37,8 @@ Megatron leaves partial in latent attention without `--sequence-parallel` are co
     context_loss.py     weighs the tokens of a sequence as with nobody lost, where fewer replicas share it
     fp8_scales.py       FP8's delayed scaling where replicas run different numbers of micro-batches
     stage_links.py      PURE: which slots of two pipeline stages send to each other, and which rows
-    stage_layers.py     PURE: reads which layers each stage has (--pipeline-model-parallel-layout)
+    stage_layers.py     PURE: reads which layers each stage nominally has
+    moved_layers.py     PURE: tells Megatron which layers the stages of a replica have that has lost one
     pipeline.py         sends activations and gradients between stages of different width
     hooks.py            the table of all Megatron functions that a degraded job replaces, with the reason for each
     expert_hooks.py     the part of this table for experts

@@ -6,6 +6,7 @@ degraded layout, or exact masks, or installs their hooks. The check itself sees 
 do all numbers that it derives: data-parallel size, micro-batches, padded vocabulary.
 """
 
+import dataclasses
 import functools
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from ntp_plugin.config.files import read_file
 from ntp_plugin.config.sections import TrainingFile, TrainingPolicy
 from ntp_plugin.errors import ConfigError, Refused, in_one_line
 from ntp_plugin.megatron import cpu_emulation
-from ntp_plugin.megatron.layout import plan_start
+from ntp_plugin.megatron.layout import lost_stages, plan_start
+from ntp_plugin.megatron.moved_layers import have_own_stages, layers_of
 from ntp_plugin.megatron.option_checks import draws_exact_masks, refuse_live, refuse_what_does_not_work
 from ntp_plugin.megatron.switched_off import SwitchedOff
 from ntp_plugin.megatron.unsupported import has_partial_latent_keys
@@ -163,12 +165,25 @@ def _with_layout(original: Any) -> Any:
             validated = original(args, *rest, **kwargs)
         finally:
             args.world_size = len(layout.slots)
+        if lost_stages(layout):
+            _know_vocabulary(args)
+            layout = dataclasses.replace(layout, layers=layers_of(args, policy, layout.topology))
+            have_own_stages(args, layout)
         from ntp_plugin.megatron import hooks  # noqa: PLC0415  (as above)
 
         apply_all(hooks.table(layout, policy, args))
         return validated
 
     return validate
+
+
+def _know_vocabulary(args: Any) -> None:
+    """Have Megatron count the rows of the vocabulary now, since the output layer is a part of a stage's work. Megatron
+    itself does so once it initializes, and then keeps this number."""
+    if args.padded_vocab_size is None:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: PLC0415
+
+        build_tokenizer(args)
 
 
 def _completes_gradients(args: Any, policy: TrainingPolicy) -> bool:

@@ -9,12 +9,13 @@ The data-parallel size and rank stay nominal: they determine who consumes which 
 data-parallel group would miss the replicas whose slot is lost; the sums that matter are the plugin's
 (`megatron/reduction/lane_sync.py`, `batch_share.py`).
 
-A pipeline group has one rank of each stage, so that it gives the right stage and number of stages: it is this slot's
-column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are cut differently
-there, and lanes sum them.
+A pipeline group has one rank of each stage that the replica has, so that it gives the right stage and number of stages:
+it is this slot's column (`layout.py`). There are no embedding groups: rows that the first and the last stage share are
+cut differently there, and lanes sum them.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ def of_nominal_size(layout: Layout) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> None:
-            original(*args, **{**kwargs, "local_world_size": layout.topology.size})
+            given = inspect.signature(original).bind(*args, **kwargs)
+            stages = layout.topology.pp  # Megatron's argument has those of this rank's replica
+            given.arguments |= {"local_world_size": layout.topology.size, "pipeline_model_parallel_size": stages}
+            original(*given.args, **given.kwargs)
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = layout.topology.dp
             parallel_state.set_data_parallel_rank(layout.slot.replica)
             if layout.topology.pp > 1:

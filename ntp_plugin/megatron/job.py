@@ -5,7 +5,9 @@ planning, a group is one nominal micro-batch, which runs in that many splits.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from ntp_plugin.megatron.groups import MakeGroups
 from ntp_plugin.megatron.job_shape import guard_of, taken_together, with_routed
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.planning.batch_split import NominalBatch, Share
+from ntp_plugin.planning.layer_placement import cut_of
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, nominal_batch, plan_recovery
 from ntp_plugin.planning.units import ModelUnits, StageUnits
 
@@ -58,14 +61,23 @@ class JobPlan:
         assert self._plan is not None, "the model is built before its step is planned"
         return self._plan
 
-    def agree(self, units: StageUnits) -> RecoveryPlan:
-        """Plan, and raise `PlansDiffer` unless all ranks planned the same; all ranks call this together."""
-        nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, units))
+    def agree(self, layers: Mapping[int, StageUnits]) -> RecoveryPlan:
+        """Plan, and raise `PlansDiffer` unless all ranks planned the same; all ranks call this together.
+
+        Args:
+            layers: What this rank has of each of its layers; if no layer has moved, of its stage, by its number.
+        """
+        nominal = nominal_job(self.layout, self.policy, self.args, share_units(self.layout, layers))
         self._plan = plan_recovery(nominal, lost=self.layout.lost, lost_before=self.layout.lost)
         digests: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(digests, f"{self._plan.digest} {self._schedule}")
         _compare(digests, self.layout)
         return self._plan
+
+    @functools.cached_property
+    def segments(self) -> Mapping[int, StageUnits]:
+        """The units of each segment that this rank has."""
+        return self.plan.nominal.segments_of(self.layout.surviving, self.layout.slot)
 
     @property
     def batch(self) -> NominalBatch:
@@ -106,13 +118,18 @@ class JobPlan:
 
 
 def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelUnits) -> Nominal:
-    """Return the job with nobody lost, as planning describes it: with the largest global batch that it will have."""
+    """Return the job with nobody lost, as planning describes it: with the largest global batch that it will have.
+    `units` are those of each stage; of each layer, if layers may move."""
     schedule = batch_schedule(args)
     schedule.require_equal_replicas(args.micro_batch_size, layout.topology.contexts)
     together = taken_together(args, layout.topology.contexts, schedule.sizes)
+    layers = layout.layers
+    stages = units if layers is None else units.cut(itertools.pairwise(cut_of(layers.depths)))
     return Nominal(
         topology=layout.topology,
-        units=with_routed(units, args),
+        units=with_routed(stages, args),
+        layers=layers,
+        layer_units=None if layers is None else units,
         batch=Batch(micro_batch=args.micro_batch_size * together, global_batch=schedule.largest),
         state=State(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8),
         hardware=Hardware(),
@@ -122,18 +139,21 @@ def nominal_job(layout: Layout, policy: TrainingPolicy, args: Any, units: ModelU
     )
 
 
-def share_units(layout: Layout, units: StageUnits) -> ModelUnits:
-    """Return what each stage is made of, gathered from its own ranks; all ranks call this together."""
-    units_of_ranks: list[StageUnits] = [units] * dist.get_world_size()
+def share_units(layout: Layout, units: Mapping[int, StageUnits]) -> ModelUnits:
+    """Return what each stage is made of, or each layer, gathered from the ranks that have it; all ranks call this
+    together."""
+    units_of_ranks: list[Mapping[int, StageUnits]] = [units] * dist.get_world_size()
     dist.all_gather_object(units_of_ranks, units)
     found: dict[int, StageUnits] = {}
     for slot, reported in zip(layout.slots, units_of_ranks, strict=True):
-        if found.setdefault(slot.stage, reported) != reported:
-            raise PlansDiffer(
-                f"{slot} has other layers than the first slot of stage {slot.stage}",
-                fix="start all with the same arguments",
-            )
-    return ModelUnits(stages=tuple(found[stage] for stage in sorted(found)))
+        for number, part in reported.items():
+            if found.setdefault(number, part) != part:
+                raise PlansDiffer(
+                    f"{slot} has other layers than the first slot with {'stage' if layout.layers is None else 'layer'}"
+                    f" {number}",
+                    fix="start all with the same arguments",
+                )
+    return ModelUnits(stages=tuple(found[number] for number in sorted(found)))
 
 
 def _without_copies(policy: TrainingPolicy) -> TrainingPolicy:

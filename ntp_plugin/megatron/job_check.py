@@ -27,14 +27,15 @@ from ntp_plugin.megatron.batch_schedule import BatchSchedule, batch_schedule
 from ntp_plugin.megatron.checkpoint_arguments import read_checkpoint_arguments
 from ntp_plugin.megatron.degraded_changes import changes
 from ntp_plugin.megatron.job_shape import expert_slots, guard_of, makes_copies, taken_together
+from ntp_plugin.megatron.moved_layers import layers_of, why_none_moves
 from ntp_plugin.megatron.option_checks import unsupported_live
-from ntp_plugin.megatron.stage_layers import depths, require_all_layers, stage_layers
+from ntp_plugin.megatron.stage_layers import nominal_depths, require_all_layers, stage_layers
 from ntp_plugin.planning.decision import as_allowed
 from ntp_plugin.planning.expert_groups import require_experts_in_all_stages, require_whole_groups
 from ntp_plugin.planning.job_check import CheckedJob, JobCheck, StartedRanks, examined, refused
 from ntp_plugin.planning.recovery_plan import Nominal, plan_recovery, within_memory
 from ntp_plugin.planning.topology import Topology
-from ntp_plugin.planning.units import ModelUnits, stage_depths, transformer_units
+from ntp_plugin.planning.units import ModelUnits, transformer_units
 from ntp_plugin.tested_versions.comparison import refusal, warning
 
 ENABLE = "--ntp-enable"
@@ -222,11 +223,12 @@ def _nominal(topology: Topology, args: Any, policy: TrainingPolicy, schedule: Ba
         policy=policy,
         splits=together,
         guard=None if policy.gpu_memory_gb is None else guard,
+        layers=None if why_none_moves(args, policy, topology) else layers_of(args, policy, topology),
     )
 
 
 def _units(model: Model, args: Any, policy: TrainingPolicy, topology: Topology) -> ModelUnits:
-    each = _depths(args, _both_halves(args), topology.pp)
+    each = nominal_depths(args, _both_halves(args), topology.pp)
     shape = dataclasses.replace(
         model,
         layers=sum(each) or 1,
@@ -250,23 +252,6 @@ def _units(model: Model, args: Any, policy: TrainingPolicy, topology: Topology) 
     if shape.experts is not None:
         require_experts_in_all_stages(units)
     return units
-
-
-def _depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
-    """Return the layers of each stage; those of multi-token prediction are in the last."""
-    stages = stage_layers(args)
-    if stages is not None:
-        return depths(stages)
-    *before, last = _given_depths(args, layers, pp)
-    predicting = args.mtp_num_layers or 0
-    return (*before, last + (min(predicting, 1) if args.mtp_use_repeated_layer else predicting))
-
-
-def _given_depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if first is None and last is None:
-        return stage_depths(layers, pp)
-    return Parallel(tp=1, pp=pp, first_stage_layers=first, last_stage_layers=last).depths(layers)
 
 
 def _by_stages(model: Model, args: Any, each: Sequence[int]) -> str:

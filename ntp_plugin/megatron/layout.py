@@ -7,15 +7,20 @@ processes and of lost slots.
 A *column* is the set of slots, one of each stage, between which activations go. A full-width replica has one column for
 each TP slot. All slots of a stage have the same activations, so in a column that has lost a slot another slot of that
 stage stands in: the survivors in turn.
+
+A replica that has lost all slots of a stage goes on without it, if layers may move (`planning/layer_cuts.py`). Its
+columns have no slot of that stage, and the other stages keep their numbers.
 """
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.expert_groups import groups_of, in_group, members
+from ntp_plugin.planning.layer_cuts import Layers, place_layers
 from ntp_plugin.planning.shard_layout import lay_out
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas, Topology, parse_slots
@@ -34,6 +39,8 @@ class Layout:
     lost: frozenset[Slot]
     rank: int
     idle: frozenset[Slot] = frozenset()
+    layers: Layers | None = None
+    """Set if layers may move to other stages."""
 
     @property
     def degraded(self) -> bool:
@@ -68,7 +75,19 @@ class Layout:
 
     @functools.cached_property
     def surviving(self) -> SurvivingReplicas:
-        return SurvivingReplicas(topology=self.topology, lost=self.lost | self.idle, min_tp_width=1)
+        lost = self.lost | self.idle
+        placement = None if self.layers is None else place_layers(self.topology, lost, 1, self.layers)
+        return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=1, placement=placement)
+
+    @functools.cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank's replica, first to last."""
+        return tuple(self.surviving.stages(self.slot.replica))
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The segments of the model that this rank's stage has."""
+        return self.surviving.segments_of(self.slot.replica, self.slot.stage)
 
     @property
     def is_held_once(self) -> bool:
@@ -112,9 +131,14 @@ class Layout:
         return self.slot.tp == self.survivors[0]
 
     @property
+    def first(self) -> bool:
+        """Whether this is the first stage, the one with the embedding."""
+        return self.slot.stage == self.stages[0]
+
+    @property
     def last(self) -> bool:
         """Whether this is the last stage, the only one with losses."""
-        return self.slot.stage == self.topology.pp - 1
+        return self.slot.stage == self.stages[-1]
 
     def held(self, family: Family) -> Spans:
         """Return the units of a family that this slot holds, in storage order."""
@@ -163,9 +187,11 @@ class Layout:
 
     def column(self, replica: int, tp: int) -> tuple[Slot, ...]:
         """Return the slots of a column, first stage to last."""
-        return tuple(self._in_column(Slot(replica=replica, stage=stage, tp=tp)) for stage in range(self.topology.pp))
+        stages = self.surviving.stages(replica)
+        return tuple(self.in_column(Slot(replica=replica, stage=stage, tp=tp)) for stage in stages)
 
-    def _in_column(self, slot: Slot) -> Slot:
+    def in_column(self, slot: Slot) -> Slot:
+        """Return who is in this slot's place in its column: the slot itself unless it is lost."""
         pattern = self.surviving.pattern(slot.replica, slot.stage)
         if slot.tp not in pattern:
             return slot
@@ -178,7 +204,7 @@ class Layout:
         return tuple(
             slot
             for slot in group
-            if slot in self.ranks and self.column(slot.replica, slot.tp)[self.slot.stage] == self.slot
+            if slot in self.ranks and self.in_column(dataclasses.replace(self.slot, tp=slot.tp)) == self.slot
         )
 
     def columns(self, groups: Iterable[Iterable[int]]) -> list[list[int]]:
@@ -205,7 +231,7 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
             continue
         if topology.size - len(named) == processes:
             layout = Layout(topology=topology, lost=named, rank=rank)
-            _refuse_lost_stages(layout)
+            lost_stages(layout)  # refuses a replica without a slot
             return layout
         problem = None
     raise problem or ConfigError(
@@ -214,10 +240,14 @@ def plan_start(lost: Sequence[str], *, tp: int, pp: int, processes: int, rank: i
     )
 
 
-def _refuse_lost_stages(layout: Layout) -> None:
-    for (replica, stage), pattern in layout.surviving.patterns.items():
-        if len(pattern) == layout.topology.tp:
+def lost_stages(layout: Layout) -> list[tuple[int, int]]:
+    """Return (replica, stage) of each stage that has lost all of its slots; raises if a replica has no stage left."""
+    topology = layout.topology
+    found = [group for group, pattern in layout.surviving.patterns.items() if len(pattern) == topology.tp]
+    for replica, lost in Counter(replica for replica, _ in found).items():
+        if lost == topology.pp:
             raise Refused(
-                f"replica {replica} has no slot in stage {stage}",
+                f"replica {replica} has no slot left",
                 fix="leave the replica out: start fewer processes, and divide the global batch by their number",
             )
+    return found

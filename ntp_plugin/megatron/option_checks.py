@@ -1,17 +1,19 @@
 """Which unsupported options a Megatron job has (`unsupported.py`), and the error that names them all. PURE."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused
-from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.layout import Layout, lost_stages
 from ntp_plugin.megatron.refusals import Refusal, above, given
 from ntp_plugin.megatron.unsupported import (
     ALL_MASKS_EXACT,
     EXACT_MASKS,
     LIVE,
     MEMORY_LIMIT,
+    MOVED,
     PLANNED,
     TABLE,
     is_fp8,
@@ -38,6 +40,7 @@ def refuse_what_does_not_work(args: Any, policy: TrainingPolicy, layout: Layout)
         found += [*_applying((*TABLE, *PLANNED), args), *_other_masks(args, policy), *_too_few_processes(args, layout)]
         found += [*_batch(policy), *_broken_groups(args, layout.topology.tp), *_unaligned(args, policy)]
         found += [*_limited(args, policy), *_cut_matrices(args, policy)]
+        found += _moved_layers(args, policy, layout)
     if draws_exact_masks(args, policy):
         found += _inexact_masks(args, policy)
     _refuse(found, cause)
@@ -95,6 +98,33 @@ def _too_few_processes(args: Any, layout: Layout) -> Iterator[UnsupportedOption]
             why=f"has {len(layout.slots)} processes, fewer than a full replica: Megatron's report on memory divides by "
             "how many replicas they make",
             fix="leave --use-distributed-optimizer out",
+        )
+
+
+def _moved_layers(args: Any, policy: TrainingPolicy, layout: Layout) -> Iterator[UnsupportedOption]:
+    """Refuse what does not work if a replica has lost a stage, so that its layers are on its other stages."""
+    lost = lost_stages(layout)
+    if not lost:
+        return
+    topology, of_replicas = layout.topology, Counter(replica for replica, _ in lost)
+    yield from _applying(MOVED, args)
+    if not args.untie_embeddings_and_output_weights and topology.pp - 1 in of_replicas.values():
+        yield UnsupportedOption(
+            flag="--untie-embeddings-and-output-weights",
+            why="is needed where a replica has one stage left: the embedding would be in it once, and in others twice",
+            fix="leave that replica out, or --untie-embeddings-and-output-weights",
+        )
+    if len(of_replicas) == topology.dp and not getattr(args, "load", None):
+        yield UnsupportedOption(
+            flag="--ntp-lost",
+            why="names a stage of each replica: weights are drawn stage by stage, so none would draw them as nominally",
+            fix="start one replica with all stages, or --load a checkpoint",
+        )
+    if policy.gpu_memory_gb is not None:
+        yield UnsupportedOption(
+            flag="--ntp-gpu-memory-gb",
+            why="is not compared yet with what moved layers need",
+            fix="leave it out, or leave that replica out",
         )
 
 
@@ -195,7 +225,7 @@ def _batch(policy: TrainingPolicy) -> Iterator[UnsupportedOption]:
 def _refuse_narrow(policy: TrainingPolicy, layout: Layout) -> None:
     for (replica, stage), pattern in layout.surviving.patterns.items():
         width = layout.topology.tp - len(pattern)
-        if width < policy.min_tp_width:
+        if 0 < width < policy.min_tp_width:
             raise Refused(
                 f"replica {replica} is {width} slots wide in stage {stage}, "
                 f"below --ntp-min-tp-width {policy.min_tp_width}",

@@ -48,7 +48,7 @@ class Pipeline:
         links = Links(layout, rows=rows)
         self._from_before, self._from_after = links.senders(links.before), links.senders(links.after)
         self._to_before, self._to_after = links.receivers(links.before), links.receivers(links.after)
-        self._even = layout.slot.stage % 2 == 0
+        self._even = layout.stages.index(layout.slot.stage) % 2 == 0
 
     def batched(self, _: Any) -> Any:
         """`_batched_p2p_ops`: start all at once."""

@@ -1,14 +1,16 @@
-"""Reads which layers each pipeline stage has, where `--pipeline-model-parallel-layout` says it. PURE.
+"""Reads which layers each pipeline stage nominally has. PURE.
 
-Megatron builds the stages by it, and the plugin takes a model as it was built. So the depths are for `ntp check`, which
-builds none, and for refusals. Megatron puts the embedding into the first stage and the loss into the last one, as
-without the flag.
+Megatron builds the stages by its arguments, `--pipeline-model-parallel-layout` among them, and the plugin takes a model
+as it was built. So the depths are for `ntp check`, which builds none, for moved layers (`moved_layers.py`), and for
+refusals. Megatron puts the embedding into the first stage and the loss into the last one, with and without the flag.
 """
 
 import re
 from typing import Any
 
+from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import ConfigError
+from ntp_plugin.planning.units import stage_depths
 
 type Kinds = list[str]
 """The kinds of layers of a virtual stage."""
@@ -64,6 +66,18 @@ def predicts_before_the_loss(args: Any) -> bool:
     return any("mtp" in chunk and "loss" not in chunk for chunk in chunks)
 
 
-def depths(stages: list[list[Kinds]]) -> tuple[int, ...]:
-    """Return the transformer layers of each stage, those of multi-token prediction included."""
-    return tuple(sum(chunk.count("decoder") + chunk.count("mtp") for chunk in stage) for stage in stages)
+def nominal_depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
+    """Return how many layers each stage has; those of multi-token prediction are in the last."""
+    stages = stage_layers(args)
+    if stages is not None:
+        return tuple(sum(chunk.count("decoder") + chunk.count("mtp") for chunk in stage) for stage in stages)
+    *before, last = _given_depths(args, layers, pp)
+    predicting = args.mtp_num_layers or 0
+    return (*before, last + (min(predicting, 1) if args.mtp_use_repeated_layer else predicting))
+
+
+def _given_depths(args: Any, layers: int, pp: int) -> tuple[int, ...]:
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        return stage_depths(layers, pp)
+    return Parallel(tp=1, pp=pp, first_stage_layers=first, last_stage_layers=last).depths(layers)

@@ -25,8 +25,9 @@ class Links:
 
     def __init__(self, layout: Layout, *, rows: RowsOfWidth | None) -> None:
         """`rows` returns how the sequence is cut over this many slots, if it is."""
-        stage, stages = layout.slot.stage, layout.topology.pp
-        self.before, self.after = (stage - 1) % stages, (stage + 1) % stages
+        stages = layout.stages
+        place = stages.index(layout.slot.stage)
+        self.before, self.after = stages[place - 1], stages[(place + 1) % len(stages)]
         self._layout, self._rows = layout, rows
 
     def senders(self, stage: int) -> list[Link]:
@@ -34,7 +35,7 @@ class Links:
         if self._rows is not None:
             return self._by_rows(stage, self._rows)
         slot, layout = self._layout.slot, self._layout
-        return [Link(peer=layout.ranks[layout.column(slot.replica, slot.tp)[stage]])]
+        return [Link(peer=layout.ranks[layout.in_column(dataclasses.replace(slot, stage=stage))])]
 
     def receivers(self, stage: int) -> list[Link]:
         """Return the slots of another stage that this one sends to."""

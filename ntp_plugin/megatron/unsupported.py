@@ -3,6 +3,7 @@
 A line here promises that nothing is computed wrongly in silence. Whoever builds a feature removes its line.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from ntp_plugin.megatron.refusals import Refusal, above, given, not_built, not_planned
@@ -340,6 +341,32 @@ PLANNED: tuple[Refusal, ...] = (
 
 A live job gets a lost slot's units from the others, and not from a draw.
 """
+
+
+def _not_moved(flag: str, applies: Callable[[Any], object]) -> Refusal:
+    return Refusal(
+        flag=flag,
+        applies=applies,
+        why="is not built yet for replicas that have lost a stage",
+        fix="leave that replica out: start fewer processes, and divide the global batch by their number",
+    )
+
+
+MOVED: tuple[Refusal, ...] = (
+    _not_moved("--num-experts", given("num_experts")),
+    _not_moved("--mtp-num-layers", given("mtp_num_layers")),
+    _not_moved("--hybrid-layer-pattern", _pattern),
+    _not_moved("--fp8-format", is_fp8),
+    _not_moved("--pipeline-model-parallel-layout", given("pipeline_model_parallel_layout")),
+    *(
+        _not_moved("--" + name.replace("_", "-"), given(name))
+        for name in (
+            *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        )
+    ),
+)
+"""What does not work in a job that begins without a stage of some replica."""
 
 
 def attention_draws_by_itself(args: Any) -> bool:

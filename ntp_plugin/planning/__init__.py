@@ -4,6 +4,7 @@ Pure: no torch, no clock, no randomness, no state between calls. Every survivor 
 facts, in whatever order the losses came.
 
     spans.py            sets of whole numbers as runs
+    layer_placement.py  which stage of each replica has which layers
     sequence_rows.py    which rows of a sequence each slot of a group holds
     dealing.py          the one rule: survivors keep, orphans are dealt
     topology.py         slots, the nominal layout, and the replicas that survive losses
@@ -15,6 +16,7 @@ facts, in whatever order the losses came.
     routes.py           the cost of each route, and the choice between them
     pace.py             the time of a micro-batch on a layout
     batch_split.py      micro-batches and samples per replica
+    layer_cuts.py       where the layers of a lost stage go
     copy_placement.py   which host holds whose far copy
     parity_groups.py    which slots share a parity, and which host holds it
     transfers.py        the state that moves between two layouts, with its sources

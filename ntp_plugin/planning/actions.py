@@ -1,6 +1,7 @@
 """Chooses the action after a loss, and returns the whole table that it was chosen from.
 
     reduce tp        the degraded replica continues narrower
+    move layers      it continues without a stage, whose layers go to its other stages; others of these may be narrower
     drop replica     it does not continue; its batch goes to the others
     swap a spare in  a spare that is ready takes the place of the lost slot
     wait for a spare the job pauses until one is ready
@@ -27,9 +28,9 @@ from collections.abc import Mapping
 from ntp_plugin.errors import ConfigError, Refused
 from ntp_plugin.planning.topology import Slot, SurvivingReplicas, Topology
 
-REDUCE_TP, DROP_REPLICA, SWAP_SPARE = "reduce tp", "drop replica", "swap a spare in"
-WAIT_FOR_SPARE, RESTART = "wait for a spare", "restart"
-ACTIONS = (REDUCE_TP, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
+REDUCE_TP, MOVE_LAYERS, DROP_REPLICA = "reduce tp", "move layers", "drop replica"
+SWAP_SPARE, WAIT_FOR_SPARE, RESTART = "swap a spare in", "wait for a spare", "restart"
+ACTIONS = (REDUCE_TP, MOVE_LAYERS, DROP_REPLICA, SWAP_SPARE, WAIT_FOR_SPARE, RESTART)
 
 EQUAL = 2e-5
 """Scores that differ by less are equal: seconds in days. A replica kept narrower can still continue when others
@@ -158,7 +159,7 @@ def _scored(action: str, situation: Situation, policy: ActionPolicy, horizon: fl
     swap = situation.forecasts.get(WAIT_FOR_SPARE)
     spare_s = situation.spare_s or 0.0
     if (
-        action in (REDUCE_TP, DROP_REPLICA)
+        action in (REDUCE_TP, MOVE_LAYERS, DROP_REPLICA)
         and swap
         and transition < spare_s < horizon
         and SWAP_SPARE not in policy.forbid

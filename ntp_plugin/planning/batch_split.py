@@ -2,7 +2,8 @@
 
 A replica with `stages` pipeline stages needs (n + stages - 1) x t for n micro-batches of time t; the step ends when
 the slowest replica does. The split with the shortest step is found exactly: within a step time T each replica can
-run at most T / t - stages + 1 micro-batches, so the least T at which all together can run enough is the optimum.
+run at most T / t - stages + 1 micro-batches, so the least T at which all together can run enough is the optimum. (A
+replica that has lost stages has that many fewer.)
 
 Within that optimum survivors keep: a replica keeps its nominal samples up to its limit, and only the excess is dealt to
 the others. Modes:
@@ -33,20 +34,26 @@ from ntp_plugin.planning.spans import Spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ReplicaPace:
-    """The speed of a replica: `ns` for each of the `splits` that it splits a nominal micro-batch into."""
+    """The speed of a replica: `ns` for each of the `splits` that it splits a nominal micro-batch into. It has
+    `without` stages fewer than nominally, so that its pipeline is filled sooner."""
 
     ns: int
     splits: int = 1
+    without: int = 0
+
+    def filling(self, stages: int) -> int:
+        """For how many micro-batches the last stage waits until the first one comes to it."""
+        return stages - self.without - 1
 
     def step_ns(self, micro_batches: int, stages: int) -> int:
-        return (micro_batches * self.splits + stages - 1) * self.ns if micro_batches else 0
+        return (micro_batches * self.splits + self.filling(stages)) * self.ns if micro_batches else 0
 
     def cut(self, splits: int) -> "ReplicaPace":
         """The same replica, with each split divided into so many smaller ones."""
-        return ReplicaPace(ns=-(-self.ns // splits), splits=self.splits * splits)
+        return dataclasses.replace(self, ns=-(-self.ns // splits), splits=self.splits * splits)
 
     def most_within(self, step_ns: int, stages: int) -> int:
-        return max(0, (step_ns // self.ns - (stages - 1)) // self.splits)
+        return max(0, (step_ns // self.ns - self.filling(stages)) // self.splits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,12 +203,12 @@ def ideal_step_ns(crowd: Mapping[ReplicaPace, int], micro_batches: int, stages: 
     """The time if micro-batches were infinitely divisible: a lower bound, rounded down."""
     rate, started = Fraction(0), Fraction(0)
     ideal = None
-    for pace in sorted(crowd, key=lambda pace: pace.ns):
-        fill = (stages - 1) * pace.ns  # a pipeline that is not full by then does not help
+    for pace in sorted(crowd, key=lambda pace: pace.filling(stages) * pace.ns):
+        fill = pace.filling(stages) * pace.ns  # a pipeline that is not full by then does not help
         if ideal is not None and ideal <= fill:
             break
         rate += Fraction(crowd[pace], pace.ns * pace.splits)
-        started += Fraction(crowd[pace] * (stages - 1), pace.splits)
+        started += Fraction(crowd[pace] * pace.filling(stages), pace.splits)
         ideal = (micro_batches + started) / rate
     assert ideal is not None, "a crowd has at least one replica"
     return math.floor(ideal)

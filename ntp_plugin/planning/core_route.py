@@ -10,7 +10,7 @@ import dataclasses
 from collections import defaultdict
 
 from ntp_plugin.planning import spans as sp
-from ntp_plugin.planning.lanes import stage_patterns
+from ntp_plugin.planning.lanes import segment_patterns
 from ntp_plugin.planning.shard_layout import lay_out, overlay
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.topology import Pattern, Slot, SurvivingReplicas
@@ -39,9 +39,9 @@ class CoreAssignment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CoreRoute:
-    """The via_core route of one stage; `cores[c]` lists the units that core `c` reduces, by family."""
+    """The via_core route of one segment; `cores[c]` lists the units that core `c` reduces, by family."""
 
-    stage: int
+    segment: int
     reference: Pattern
     cores: tuple[tuple[tuple[str, Spans], ...], ...]
     assignments: tuple[CoreAssignment, ...]
@@ -52,24 +52,21 @@ class CoreRoute:
 
     def members(self, core: int, surviving: SurvivingReplicas) -> list[Slot]:
         """The slots that are core number `core`, one per surviving replica, ascending."""
-        return [
-            Slot(
-                replica=replica,
-                stage=self.stage,
-                tp=self.assignment(surviving.pattern(replica, self.stage)).tp_slots[core],
-            )
+        tp_slots = {
+            replica: self.assignment(surviving.pattern_of_segment(replica, self.segment)).tp_slots
             for replica in surviving.replicas
-        ]
+        }
+        return [surviving.slot_of(replica, self.segment, tp_slots[replica][core]) for replica in surviving.replicas]
 
 
-def plan_core_route(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> CoreRoute:
-    """Plan cores that hold units as the narrowest group of the stage does; of several patterns the first."""
-    tp, patterns = surviving.topology.tp, stage_patterns(surviving, stage)
+def plan_core_route(surviving: SurvivingReplicas, units: StageUnits, segment: int) -> CoreRoute:
+    """Plan cores that hold units as the narrowest group with the segment does; of several patterns the first."""
+    tp, patterns = surviving.topology.tp, segment_patterns(surviving, segment)
     reference = min(patterns, key=lambda pattern: (-len(pattern), pattern))
     home = [slot for slot in range(tp) if slot not in reference]
     layouts = {family.name: lay_out(family, tp, reference) for family in units.families}
     return CoreRoute(
-        stage=stage,
+        segment=segment,
         reference=reference,
         cores=tuple(tuple((name, layout.holdings[slot]) for name, layout in layouts.items()) for slot in home),
         assignments=tuple(_assign_cores(pattern, reference, home, units, tp) for pattern in patterns),

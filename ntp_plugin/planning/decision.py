@@ -1,8 +1,9 @@
 """Decides what a running job does about a loss: the choice of `actions.py`, among what such a job can do.
 
-It can continue narrower, continue without the degraded replicas, or end in order to be restarted whole. It never pauses
-for a spare: one that is on its way joins by itself when it is ready, and continuing meanwhile costs nothing. A restart
-is considered if the user has given its duration; it pays if the survivors are slow enough for long enough.
+It can continue narrower, or with the layers of a lost stage on other stages; continue without the degraded replicas; or
+end in order to be restarted whole. It never pauses for a spare: one that is on its way joins by itself when it is
+ready, and continuing meanwhile costs nothing. A restart is considered if the user has given its duration; it pays if
+the survivors are slow enough for long enough.
 
 Step times are fractions of an undamaged job's step, taken from the plan, so that all survivors choose alike. A policy
 that forbids narrower replicas is not a decision per loss: degraded replicas are then idle from the first loss on.
@@ -13,6 +14,7 @@ import dataclasses
 from ntp_plugin.errors import ConfigError
 from ntp_plugin.planning.actions import (
     DROP_REPLICA,
+    MOVE_LAYERS,
     REDUCE_TP,
     RESTART,
     ActionPolicy,
@@ -42,6 +44,8 @@ def as_allowed(nominal: Nominal) -> Nominal:
             " possible",
             fix=f"allow {'one of them' if narrows else 'drop-replica'}, or set restart_s to the duration of a restart",
         )
+    if MOVE_LAYERS in forbid:
+        nominal = dataclasses.replace(nominal, layers=None)
     if REDUCE_TP not in forbid:
         return nominal
     policy = dataclasses.replace(nominal.policy, min_tp_width=nominal.topology.tp)
@@ -54,7 +58,8 @@ def decide(plan: RecoveryPlan) -> Choice:
     lost = frozenset(plan.lost)
     everybody = frozenset(range(nominal.topology.dp))
     step_ns = split_among(nominal, everybody).step_ns
-    forecasts = {REDUCE_TP: _forecast(plan.batch, step_ns, actions.recovery_s)}
+    going_on = REDUCE_TP if nominal.surviving(lost).is_nominally_cut else MOVE_LAYERS
+    forecasts = {going_on: _forecast(plan.batch, step_ns, actions.recovery_s)}
     whole = everybody - {slot.replica for slot in lost}
     if whole:
         forecasts[DROP_REPLICA] = _forecast(split_among(nominal, whole), step_ns, actions.recovery_s)

@@ -1,11 +1,12 @@
 """Plans which ranks reduce which units together: the direct route.
 
 A unit's *owner tuple* names its slot in each surviving replica. The units with the same tuple form a lane, whose ranks
-are a process group: its gradients are summed over the replicas without any traffic inside a TP group. In a stage
-without losses the lanes are the TP slots, like the framework's own data-parallel groups.
+are a process group: its gradients are summed over the replicas without any traffic inside a TP group. Lanes are planned
+for each segment of the model: for each stage, unless layers have moved. In a segment without losses the lanes are the
+TP slots, like the framework's own data-parallel groups.
 
 Replicas with the same pattern have the same owners, so lanes are computed per pattern and only written down per
-replica: the work grows with the number of different patterns in a stage, not with the number of replicas.
+replica: the work grows with the number of different patterns in a segment, not with the number of replicas.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ type UnitsByFamily = tuple[tuple[str, Spans], ...]
 class Lane:
     """A set of units with one owner in each replica: TP slot `tp`, except in the replicas of the `detours`."""
 
-    stage: int
+    segment: int
     tp: int
     detours: tuple[tuple[int, int], ...]
     units: UnitsByFamily
@@ -34,16 +35,15 @@ class Lane:
         """One slot per surviving replica, ascending."""
         elsewhere = dict(self.detours)
         return [
-            Slot(replica=replica, stage=self.stage, tp=elsewhere.get(replica, self.tp))
-            for replica in surviving.replicas
+            surviving.slot_of(replica, self.segment, elsewhere.get(replica, self.tp)) for replica in surviving.replicas
         ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StageLanes:
-    """All lanes of a stage in a fixed order; replicated parameters use one more lane, over all ranks of the stage."""
+class SegmentLanes:
+    """All lanes of a segment in a fixed order; replicated parameters use one more lane, over all ranks that have it."""
 
-    stage: int
+    segment: int
     patterns: tuple[Pattern, ...]
     lanes: tuple[Lane, ...]
     owners: tuple[tuple[int, ...], ...]
@@ -57,55 +57,57 @@ class StageLanes:
         return result
 
 
-def stage_patterns(surviving: SurvivingReplicas, stage: int) -> tuple[Pattern, ...]:
-    """The patterns of the stage among surviving replicas, the undamaged one first; never empty."""
-    degraded = surviving.patterns_of_stage(stage)
+def segment_patterns(surviving: SurvivingReplicas, segment: int) -> tuple[Pattern, ...]:
+    """The patterns of the groups that have the segment in surviving replicas, the undamaged one first; never empty."""
+    degraded = surviving.patterns_of_segment(segment)
     any_whole = sum(len(replicas) for replicas in degraded.values()) < len(surviving.replicas)
     return ((WHOLE,) if any_whole else ()) + tuple(degraded)
 
 
-def plan_lanes(surviving: SurvivingReplicas, units: StageUnits, stage: int) -> StageLanes:
-    """The lanes of one stage."""
-    tp, patterns, degraded = surviving.topology.tp, stage_patterns(surviving, stage), surviving.patterns_of_stage(stage)
+def plan_lanes(surviving: SurvivingReplicas, units: StageUnits, segment: int) -> SegmentLanes:
+    """The lanes of one segment."""
+    tp, patterns = surviving.topology.tp, segment_patterns(surviving, segment)
+    degraded = surviving.patterns_of_segment(segment)
     found: defaultdict[tuple[int, ...], dict[str, list[sp.Span]]] = defaultdict(dict)
     for family in units.families:
         for span, owners in overlay([lay_out(family, tp, pattern) for pattern in patterns]):
             found[owners].setdefault(family.name, []).append(span)
     lanes = tuple(
         Lane(
-            stage=stage,
+            segment=segment,
             tp=owners[0],
             detours=_detours(owners, patterns, degraded),
             units=tuple((name, sp.joined(spans)) for name, spans in found[owners].items()),
         )
         for owners in sorted(found)
     )
-    return StageLanes(stage=stage, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)))
+    return SegmentLanes(segment=segment, patterns=patterns, lanes=lanes, owners=tuple(sorted(found)))
 
 
 def plan_shared_lanes(
     surviving: SurvivingReplicas, units: ModelUnits, family: str
 ) -> list[tuple[tuple[Slot, ...], Spans]]:
-    """Plan the lanes of a family whose values several stages share: one owner in each replica and stage.
+    """Plan the lanes of a family whose values several segments share: one owner in each replica and segment.
 
-    Members are listed stage by stage, each lane with the spans that all its members hold. A family of one stage has no
-    such lanes.
+    Members are listed segment by segment, each lane with the spans that all its members hold. A family of one segment
+    has no such lanes.
     """
     found = [
-        (stage, part)
-        for stage, stage_units in enumerate(units.stages)
-        for part in stage_units.families
+        (segment, part)
+        for segment, segment_units in enumerate(units.stages)
+        for part in segment_units.families
         if part.name == family
     ]
     if len(found) < 2:
         return []
-    groups = [(replica, stage, part) for stage, part in found for replica in surviving.replicas]
+    groups = [(replica, segment, part) for segment, part in found for replica in surviving.replicas]
     lanes: defaultdict[tuple[Slot, ...], list[sp.Span]] = defaultdict(list)
     layouts = [
-        lay_out(part, surviving.topology.tp, surviving.pattern(replica, stage)) for replica, stage, part in groups
+        lay_out(part, surviving.topology.tp, surviving.pattern_of_segment(replica, segment))
+        for replica, segment, part in groups
     ]
     for span, owners in overlay(layouts):
-        members = (Slot(replica=r, stage=stage, tp=tp) for (r, stage, _), tp in zip(groups, owners, strict=True))
+        members = (surviving.slot_of(r, segment, tp) for (r, segment, _), tp in zip(groups, owners, strict=True))
         lanes[tuple(members)].append(span)
     return [(members, sp.joined(lanes[members])) for members in sorted(lanes)]
 
@@ -123,7 +125,7 @@ def _detours(
     )
 
 
-def busiest_lane_count(lanes: StageLanes) -> int:
+def busiest_lane_count(lanes: SegmentLanes) -> int:
     """The most lanes that one rank is a member of."""
     return max(
         max(Counter(owners[column] for owners in lanes.owners).values()) for column in range(len(lanes.patterns))

@@ -219,7 +219,7 @@ def fit_groups(
     """
     found: dict[tuple[int, Pattern], Rung] = {}
     for stage in range(surviving.topology.pp):
-        degraded = surviving.patterns_of_stage(stage)
+        degraded = surviving.patterns_of_segment(stage)
         for pattern in (WHOLE, *degraded):
             tried = fit(
                 training,

@@ -7,6 +7,7 @@ that every survivor computes the same ones; by default a healthy micro-batch cou
 anything.
 """
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from ntp_plugin.planning.expert_groups import NOMINAL_LOAD, GroupLoad
@@ -26,13 +27,13 @@ def stage_work(units: StageUnits, tp: int, pattern: Pattern, load: GroupLoad = N
 
 
 def micro_batch_ns(
-    units: ModelUnits,
+    nominal: ModelUnits,
     tp: int,
-    patterns: tuple[Pattern, ...],
+    stages: Iterable[tuple[StageUnits, Pattern]],
     healthy_ns: int = HEALTHY_NS,
     load: GroupLoad = NOMINAL_LOAD,
 ) -> int:
-    """The time of one micro-batch in a replica whose stages have these patterns, against a full-width replica's."""
-    whole = max(stage_work(stage, tp, WHOLE) for stage in units.stages)
-    degraded = max(stage_work(stage, tp, pattern, load) for stage, pattern in zip(units.stages, patterns, strict=True))
+    """The time of one micro-batch in a replica with these stages and patterns, against a full-width replica's."""
+    whole = max(stage_work(stage, tp, WHOLE) for stage in nominal.stages)
+    degraded = max(stage_work(stage, tp, pattern, load) for stage, pattern in stages)
     return round(degraded / whole * healthy_ns)

@@ -26,15 +26,16 @@ from ntp_plugin.planning.expert_groups import (
     replicas_in_step,
     units_of,
 )
+from ntp_plugin.planning.layer_cuts import Layers, place_layers
 from ntp_plugin.planning.memory_fit import AS_IS, SMALLER, MemoryUse, Training, fit_groups, memory_use, narrowest
 from ntp_plugin.planning.pace import HEALTHY_NS, micro_batch_ns
 from ntp_plugin.planning.parity_groups import ParityGroup, ParityGroups, share_parities
-from ntp_plugin.planning.routes import StageRoute, plan_route
+from ntp_plugin.planning.routes import SegmentRoute, plan_route
 from ntp_plugin.planning.topology import WHOLE, Pattern, Slot, SurvivingReplicas, Topology
 from ntp_plugin.planning.transfers import BlockDeal, Change, Transfer, plan_block_deals, plan_transfers
-from ntp_plugin.planning.units import ModelUnits
+from ntp_plugin.planning.units import ModelUnits, StageUnits
 
-FORMAT = 7
+FORMAT = 8
 """Raised with every change to the content of a plan, so that ranks with different versions do not act together."""
 
 
@@ -71,6 +72,10 @@ class Nominal:
     """Number of splits in which a replica runs one micro-batch of this plan."""
     guard: Guard | None = None
     """Set if memory is limited."""
+    layers: Layers | None = None
+    """Set if layers may move to other stages."""
+    layer_units: ModelUnits | None = None
+    """The units of each layer as a running job has them; None: those of `layers`."""
 
     @classmethod
     def of(cls, job: Job) -> "Nominal":
@@ -114,7 +119,34 @@ class Nominal:
         return load_of(surviving, replica, self.units.experts_of_slot)
 
     def surviving(self, lost: frozenset[Slot]) -> SurvivingReplicas:
-        return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=self.policy.min_tp_width)
+        width = self.policy.min_tp_width
+        placement = None if self.layers is None else place_layers(self.topology, lost, width, self.layers)
+        return SurvivingReplicas(topology=self.topology, lost=lost, min_tp_width=width, placement=placement)
+
+    def segments(self, surviving: SurvivingReplicas) -> ModelUnits:
+        """The units of each segment; of each stage, if no layer may move."""
+        if surviving.placement is None:
+            return self.units
+        assert self.layers is not None, "only then is there a placement"
+        return (self.layer_units or self.layers.units).cut(surviving.placement.segments)
+
+    def segments_of(self, surviving: SurvivingReplicas, slot: Slot) -> Mapping[int, StageUnits]:
+        """The units of each segment that a slot's stage has."""
+        segments = self.segments(surviving).stages
+        return {number: segments[number] for number in surviving.segments_of(slot.replica, slot.stage)}
+
+    def stage_units(self, surviving: SurvivingReplicas, replica: int, stage: int) -> StageUnits:
+        """The units of a stage of a replica."""
+        if surviving.placement is None:
+            return self.units.stages[stage]
+        return StageUnits.joined(self.segments_of(surviving, Slot(replica=replica, stage=stage, tp=0)).values())
+
+    def stages(self, surviving: SurvivingReplicas, replica: int) -> list[tuple[StageUnits, Pattern]]:
+        """The units and the pattern of each stage that a replica has."""
+        return [
+            (self.stage_units(surviving, replica, stage), surviving.pattern(replica, stage))
+            for stage in surviving.stages(replica)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +185,7 @@ class RecoveryPlan:
     idle: tuple[Slot, ...]
     groups: tuple[GroupChange, ...]
     expert_groups: tuple[ExpertGroupChange, ...]
-    routes: tuple[StageRoute, ...]
+    routes: tuple[SegmentRoute, ...]
     batch: BatchSplit
     transfers: tuple[Transfer, ...]
     block_deals: tuple[BlockDeal, ...]
@@ -238,7 +270,7 @@ def plan_recovery(
                 gradient_bytes=nominal.state.gradient_bytes,
                 hardware=nominal.hardware,
             )
-            for stage, stage_units in enumerate(units.stages)
+            for stage, stage_units in enumerate(nominal.segments(after).stages)
         ),
         batch=split_batch(
             replica_paces(nominal, after, measured or {}, splits), nominal_batch(nominal), policy.batch, owed=owed
@@ -271,10 +303,11 @@ def replica_paces(
     whole = ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits)
     paces = dict.fromkeys(surviving.replicas, whole)
     for replica in surviving.degraded_replicas:
-        patterns = tuple(surviving.pattern(replica, stage) for stage in range(topology.pp))
-        paces[replica] = ReplicaPace(ns=micro_batch_ns(nominal.units, topology.tp, patterns), splits=nominal.splits)
+        ns = micro_batch_ns(nominal.units, topology.tp, nominal.stages(surviving, replica))
+        without = topology.pp - len(surviving.stages(replica))
+        paces[replica] = ReplicaPace(ns=ns, splits=nominal.splits, without=without)
     for living in _short_of_replicas(surviving):
-        load, whole_stages = nominal.load(surviving, living[0]), (WHOLE,) * topology.pp
+        load, whole_stages = nominal.load(surviving, living[0]), [(stage, WHOLE) for stage in nominal.units.stages]
         ns = micro_batch_ns(nominal.units, topology.tp, whole_stages, load=load)
         paces |= dict.fromkeys(living, ReplicaPace(ns=ns, splits=nominal.splits))
     paces |= {replica: measured[replica] for replica in surviving.replicas if replica in measured}
@@ -299,8 +332,10 @@ def _in_step(surviving: SurvivingReplicas, replicas: Collection[int] | None = No
 
 def split_among(nominal: Nominal, replicas: Collection[int]) -> BatchSplit:
     """Split the batch among these replicas alone, at full width."""
-    others = [replica for replica in range(nominal.topology.dp) if replica not in replicas]
-    surviving = nominal.surviving(frozenset(slot for replica in others for slot in nominal.topology.group(replica, 0)))
+    topology = nominal.topology
+    others = [(replica, stage) for replica in range(topology.dp) for stage in range(topology.pp)]
+    left_out = (slot for replica, stage in others if replica not in replicas for slot in topology.group(replica, stage))
+    surviving = nominal.surviving(frozenset(left_out))
     return split_batch(replica_paces(nominal, surviving, {}, {}), nominal_batch(nominal), nominal.policy.batch)
 
 
@@ -331,22 +366,22 @@ def _group_changes(nominal: Nominal, before: SurvivingReplicas, after: Surviving
             before=before.pattern(replica, stage),
             after=after.pattern(replica, stage),
             memory_before=_memory(
-                nominal, before, stage, WHOLE if replica in returned else before.pattern(replica, stage)
+                nominal, before, replica, stage, WHOLE if replica in returned else before.pattern(replica, stage)
             ),
-            memory_after=_memory(nominal, after, stage, after.pattern(replica, stage)),
+            memory_after=_memory(nominal, after, replica, stage, after.pattern(replica, stage)),
         )
         for replica, stage in sorted(groups)
     )
 
 
-def _memory(nominal: Nominal, surviving: SurvivingReplicas, stage: int, pattern: Pattern) -> MemoryUse:
+def _memory(nominal: Nominal, surviving: SurvivingReplicas, replica: int, stage: int, pattern: Pattern) -> MemoryUse:
     return memory_use(
-        nominal.units.stages[stage],
+        nominal.stage_units(surviving, replica, stage),
         nominal.topology.tp,
         pattern,
         nominal.state,
         replicas=len(surviving.replicas),
-        packing=bool(surviving.patterns_of_stage(stage)),
+        packing=any(surviving.patterns_of_segment(number) for number in surviving.segments_of(replica, stage)),
     )
 
 
@@ -365,7 +400,7 @@ def fullest_memory(nominal: Nominal, lost: frozenset[Slot] = frozenset()) -> Mem
         )
         for load in {nominal.load(surviving, living[0]) for living in _in_step(surviving)}
         for stage, units in enumerate(nominal.units.stages)
-        for pattern in (WHOLE, *surviving.patterns_of_stage(stage))
+        for pattern in (WHOLE, *surviving.patterns_of_segment(stage))
     ]
     return max(uses, key=lambda use: use.total)
 

@@ -1,14 +1,15 @@
-"""Computes the cost of each route of a stage's gradients, and chooses one.
+"""Computes the cost of each route of a segment's gradients, and chooses one.
 
-The cost of a route is that of its busiest rank for one reduction of a stage's gradients, in nanoseconds:
+The cost of a route is that of its busiest rank for one reduction of a segment's gradients, in nanoseconds:
 
     bytes on its NIC / NIC speed  +  bytes in the domain / domain speed  +  collectives x launch cost
 
 A ring all-reduce among k ranks sends 2 (k - 1) / k of the buffer. Collectives are counted per bucket, Megatron's
 bucket size being max(40 M, 1 M x replicas) parameters. Both routes reduce the same elements; `direct` sends nothing in
 the domain, `via_core` has one collective per core, and one each for the ways there and back. Replicated gradients are
-summed once more, over all ranks of the stage, on either route. A stage in which no group is degraded keeps the
-framework's own path.
+summed once more, over all ranks with the segment, on either route. A segment in which no group is degraded keeps the
+framework's own path. Where layers have moved all routes are direct: a rank with several segments would have an exchange
+over cores for each.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from collections import Counter
 from ntp_plugin.config.sections import Hardware
 from ntp_plugin.planning import spans as sp
 from ntp_plugin.planning.core_route import CoreRoute, plan_core_route
-from ntp_plugin.planning.lanes import StageLanes, UnitsByFamily, busiest_lane_count, plan_lanes
+from ntp_plugin.planning.lanes import SegmentLanes, UnitsByFamily, busiest_lane_count, plan_lanes
 from ntp_plugin.planning.topology import SurvivingReplicas
 from ntp_plugin.planning.units import StageUnits
 
@@ -26,7 +27,7 @@ FRAMEWORK, DIRECT, VIA_CORE = "framework", "direct", "via_core"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RouteCost:
-    """Cost of one reduction for the busiest rank; `communicators` counts the process groups of the stage."""
+    """Cost of one reduction for the busiest rank; `communicators` counts the process groups of the segment."""
 
     nic_bytes: int
     domain_bytes: int
@@ -36,12 +37,12 @@ class RouteCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StageRoute:
-    """How the gradients of one stage are reduced."""
+class SegmentRoute:
+    """How the gradients of one segment are reduced."""
 
-    stage: int
+    segment: int
     route: str
-    lanes: StageLanes
+    lanes: SegmentLanes
     cores: CoreRoute | None
     direct_cost: RouteCost
     core_cost: RouteCost | None
@@ -50,21 +51,27 @@ class StageRoute:
 
 
 def plan_route(
-    surviving: SurvivingReplicas, units: StageUnits, stage: int, *, wanted: str, gradient_bytes: int, hardware: Hardware
-) -> StageRoute:
-    """Plan the lanes of a stage, and the cheaper route (`wanted="auto"`) or the wanted one."""
-    lanes = plan_lanes(surviving, units, stage)
-    price = _Price(stage=stage, surviving=surviving, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
+    surviving: SurvivingReplicas,
+    units: StageUnits,
+    segment: int,
+    *,
+    wanted: str,
+    gradient_bytes: int,
+    hardware: Hardware,
+) -> SegmentRoute:
+    """Plan the lanes of a segment, and the cheaper route (`wanted="auto"`) or the wanted one."""
+    lanes = plan_lanes(surviving, units, segment)
+    price = _Price(segment=segment, surviving=surviving, units=units, gradient_bytes=gradient_bytes, hardware=hardware)
     direct = price.direct(lanes)
-    degraded = bool(surviving.patterns_of_stage(stage))
-    cores = plan_core_route(surviving, units, stage) if degraded else None
+    degraded = bool(surviving.patterns_of_segment(segment)) and surviving.is_nominally_cut
+    cores = plan_core_route(surviving, units, segment) if degraded else None
     core_cost = price.via_core(cores) if cores else None
-    route = FRAMEWORK
+    route = FRAMEWORK if surviving.is_nominally_cut else DIRECT
     if core_cost:
         cheaper = VIA_CORE if core_cost.cost_ns < direct.cost_ns else DIRECT
         route = cheaper if wanted == "auto" else wanted
-    return StageRoute(
-        stage=stage,
+    return SegmentRoute(
+        segment=segment,
         route=route,
         lanes=lanes,
         cores=cores if route == VIA_CORE else None,
@@ -76,16 +83,16 @@ def plan_route(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Price:
-    stage: int
+    segment: int
     surviving: SurvivingReplicas
     units: StageUnits
     gradient_bytes: int
     hardware: Hardware
 
-    def direct(self, lanes: StageLanes) -> RouteCost:
+    def direct(self, lanes: SegmentLanes) -> RouteCost:
         return self._cost(self._busiest(lanes), 0, busiest_lane_count(lanes), len(lanes.lanes))
 
-    def least(self, lanes: StageLanes) -> int:
+    def least(self, lanes: SegmentLanes) -> int:
         return _ring(self._busiest(lanes) + self._replicated, len(self.surviving.replicas))
 
     def via_core(self, cores: CoreRoute) -> RouteCost:
@@ -110,7 +117,7 @@ class _Price:
         per_unit = self.units.elements_per_unit
         return sum(sp.size(spans) * per_unit[family] for family, spans in units) * self.gradient_bytes
 
-    def _busiest(self, lanes: StageLanes) -> int:
+    def _busiest(self, lanes: SegmentLanes) -> int:
         """The most bytes that one rank has in all its lanes together."""
         sizes = [self._bytes(lane.units) for lane in lanes.lanes]
         return max(
@@ -121,11 +128,10 @@ class _Price:
 
     @property
     def _ranks(self) -> int:
-        """Number of ranks in this stage."""
-        topology = self.surviving.topology
-        return sum(
-            topology.tp - len(self.surviving.pattern(replica, self.stage)) for replica in self.surviving.replicas
-        )
+        """Number of ranks that have this segment."""
+        surviving = self.surviving
+        lost = (len(surviving.pattern_of_segment(replica, self.segment)) for replica in surviving.replicas)
+        return sum(surviving.topology.tp - number for number in lost)
 
     def _cost(self, busiest: int, domain: int, lanes_of_rank: int, communicators: int) -> RouteCost:
         per_bucket = max(40_000_000, 1_000_000 * self.surviving.topology.dp)

@@ -19,7 +19,7 @@ from ntp_plugin.planning.parity_groups import ParityGroups, share_parities
 from ntp_plugin.planning.recovery_plan import Nominal, RecoveryPlan, plan_recovery
 from ntp_plugin.planning.shard_layout import place_elements, slot_elements
 from ntp_plugin.planning.topology import WHOLE, Slot, Topology
-from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, plan_block_deals, plan_transfers
+from ntp_plugin.planning.transfers import DOMAIN, PEER, Change, plan_block_deals, plan_transfers, require_copies
 
 MOST = 48
 """Most losses of one kind that are planned: with more, a large job takes longer than a user waits."""
@@ -239,6 +239,9 @@ def _sources(nominal: Nominal, copies: Placement | ParityGroups | None, lost: fr
     )
     if nominal.topology.expert_slots:
         require_expert_state(change)
+        return {COPIES}
+    if not after.is_nominally_cut:
+        require_copies(change)
         return {COPIES}
     origins = {move.origin for move in plan_transfers(change)} | {deal.origin for deal in plan_block_deals(change)}
     if not origins:

@@ -13,6 +13,10 @@ its part of the sequence. Each holds all weights, so they are replicas like othe
 What a slot sends to the same slot of the others are its own heads, so all of a context group have the full width: a
 replica that has lost a slot is dropped, and the others share the sequence. Their number has to divide `cp`, so that the
 sequence divides as well; any others of them are idle.
+
+If layers may move (`layer_placement.py`), a replica with a group narrower than the minimum goes on without that stage:
+its other stages have all layers, and living slots of that group are idle. What holds for a run of layers, and not for a
+stage, is then asked for by segment. Without a placement the segments are the stages.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ntp_plugin.config.sections import Parallel
 from ntp_plugin.errors import BelowMinimum, ConfigError
+from ntp_plugin.planning.layer_placement import LayerPlacement
 
 type Pattern = tuple[int, ...]
 WHOLE: Pattern = ()
@@ -167,11 +172,13 @@ def _named(word: str, parts: Mapping[str, int], topology: Topology) -> list[Slot
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurvivingReplicas:
-    """The replicas that survive losses: a pure function of (topology, lost slots, minimum width)."""
+    """The replicas that survive losses: a pure function of (topology, lost slots, minimum width), and of where layers
+    are, if they may move."""
 
     topology: Topology
     lost: frozenset[Slot]
     min_tp_width: int
+    placement: LayerPlacement | None = None
 
     @property
     def narrowest(self) -> int:
@@ -190,7 +197,11 @@ class SurvivingReplicas:
     def dropped(self) -> frozenset[int]:
         """Replicas with a stage that is narrower than the minimum, and those that a context group has no use for."""
         most = self.topology.tp - self.narrowest
-        narrow = frozenset(replica for (replica, _), pattern in self.patterns.items() if len(pattern) > most)
+        narrow = frozenset(
+            replica
+            for (replica, stage), pattern in self.patterns.items()
+            if len(pattern) > most and stage in self.stages(replica)
+        )
         return narrow | self._without_a_part(narrow)
 
     def _without_a_part(self, narrow: Collection[int]) -> frozenset[int]:
@@ -209,7 +220,11 @@ class SurvivingReplicas:
     @functools.cached_property
     def degraded(self) -> Mapping[tuple[int, int], Pattern]:
         """The patterns of the degraded groups of surviving replicas."""
-        return {group: pattern for group, pattern in self.patterns.items() if group[0] not in self.dropped}
+        return {
+            (replica, stage): pattern
+            for (replica, stage), pattern in self.patterns.items()
+            if replica not in self.dropped and stage in self.stages(replica)
+        }
 
     @functools.cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -218,7 +233,9 @@ class SurvivingReplicas:
 
     @functools.cached_property
     def degraded_replicas(self) -> frozenset[int]:
-        return frozenset(replica for replica, _ in self.degraded)
+        """The surviving replicas with fewer slots in some stage, or without a stage."""
+        moved = [] if self.placement is None else self.placement.moved
+        return frozenset(replica for replica, _ in self.degraded) | {one for one in moved if one not in self.dropped}
 
     @functools.cached_property
     def lost_nodes(self) -> tuple[int, ...]:
@@ -229,27 +246,61 @@ class SurvivingReplicas:
     def pattern(self, replica: int, stage: int) -> Pattern:
         return self.patterns.get((replica, stage), WHOLE)
 
-    def patterns_of_stage(self, stage: int) -> Mapping[Pattern, tuple[int, ...]]:
-        """The patterns of a stage's degraded groups in surviving replicas, each with its replicas, ascending."""
-        return self._degraded_by_stage.get(stage, {})
+    def stages(self, replica: int) -> Collection[int]:
+        """The stages of a replica that have layers, ascending."""
+        return range(self.topology.pp) if self.placement is None else self.placement.stages(replica)
+
+    @property
+    def segments(self) -> int:
+        """The number of segments."""
+        return self.topology.pp if self.placement is None else len(self.placement.segments)
+
+    def segments_of(self, replica: int, stage: int) -> tuple[int, ...]:
+        """The segments that a stage of a replica has."""
+        return (stage,) if self.placement is None else self.placement.segments_of(replica, stage)
+
+    def stage_of(self, replica: int, segment: int) -> int:
+        """The stage of a replica that has a segment."""
+        return segment if self.placement is None else self.placement.stage_of(replica, segment)
+
+    def slot_of(self, replica: int, segment: int, tp: int) -> Slot:
+        """The TP slot of the stage of a replica that has a segment."""
+        return Slot(replica=replica, stage=self.stage_of(replica, segment), tp=tp)
+
+    def pattern_of_segment(self, replica: int, segment: int) -> Pattern:
+        """The pattern of the group that has a segment."""
+        return self.pattern(replica, self.stage_of(replica, segment))
+
+    def patterns_of_segment(self, segment: int) -> Mapping[Pattern, tuple[int, ...]]:
+        """The patterns of the degraded groups that have a segment in surviving replicas, each with its replicas,
+        ascending."""
+        return self._degraded_by_segment.get(segment, {})
 
     @functools.cached_property
-    def _degraded_by_stage(self) -> Mapping[int, Mapping[Pattern, tuple[int, ...]]]:
-        stages: defaultdict[int, defaultdict[Pattern, list[int]]] = defaultdict(lambda: defaultdict(list))
+    def _degraded_by_segment(self) -> Mapping[int, Mapping[Pattern, tuple[int, ...]]]:
+        segments: defaultdict[int, defaultdict[Pattern, list[int]]] = defaultdict(lambda: defaultdict(list))
         for (replica, stage), pattern in sorted(self.degraded.items()):
-            stages[stage][pattern].append(replica)
+            for segment in self.segments_of(replica, stage):
+                segments[segment][pattern].append(replica)
         return {
-            stage: {pattern: tuple(replicas) for pattern, replicas in sorted(patterns.items())}
-            for stage, patterns in stages.items()
+            segment: {pattern: tuple(replicas) for pattern, replicas in sorted(patterns.items())}
+            for segment, patterns in segments.items()
         }
 
+    @functools.cached_property
+    def is_nominally_cut(self) -> bool:
+        """Whether all replicas that train have each layer on its nominal stage."""
+        return self.placement is None or not any(replica in self.placement.moved for replica in self.replicas)
+
     def idle(self) -> list[Slot]:
-        """Living slots of dropped replicas, ascending."""
+        """Living slots of dropped replicas, and of stages without layers, ascending."""
         topology = self.topology
+        moved = () if self.placement is None else self.placement.moved
         return [
             slot
-            for replica in sorted(self.dropped)
+            for replica in sorted({*self.dropped, *moved})
             for stage in range(topology.pp)
+            if replica in self.dropped or stage not in self.stages(replica)
             for slot in topology.group(replica, stage)
             if slot not in self.lost
         ]

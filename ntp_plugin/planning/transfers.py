@@ -143,6 +143,14 @@ def _slots_of(surviving: SurvivingReplicas, replicas: frozenset[int], units: Mod
             yield from zip(living, slot_elements(stage_units, surviving.topology.tp, pattern), strict=True)
 
 
+def require_copies(change: Change) -> None:
+    """Raise `StateLost` unless a living slot can read a copy of what each newly lost slot held: where layers move, all
+    state comes from copies."""
+    for slot in sorted(change.after.lost - change.before.lost):
+        if copy_reader(change, slot) is None:
+            raise _state_lost(change, slot, "state", copied=True, units="all that it held")
+
+
 def optimizer_blocks(elements: int, replicas: int, dropped: frozenset[int]) -> Deal:
     """Assign the elements of a lane to its members' replicas; dropped replicas' blocks are dealt."""
     survivors = [replica for replica in range(replicas) if replica not in dropped]

@@ -12,6 +12,8 @@ with the same types, found by module type and never by name.
 import dataclasses
 import functools
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 from ntp_plugin.config.sections import Model
 from ntp_plugin.errors import Refused
@@ -108,6 +110,29 @@ class StageUnits:
         """Return the stage with the operations of tokens that are sent to `topk` of `experts` experts each."""
         return dataclasses.replace(self, expert_flops=2 * topk * self.expert_elements // experts)
 
+    @classmethod
+    def joined(cls, parts: Iterable["StageUnits"]) -> "StageUnits":
+        """Return what has the content of all of these, in their order."""
+        families: dict[str, Family] = {}
+        experts: dict[str, Family] = {}
+        flops: Counter[str] = Counter()
+        tensors: Counter[Tensor] = Counter()
+        expert_flops = 0
+        for part in parts:
+            for known, new in ((families, part.families), (experts, part.experts)):
+                for family in new:
+                    assert known.setdefault(family.name, family) == family, "a family has the same units everywhere"
+            flops.update({family.name: work for family, work in zip(part.families, part.flops, strict=True)})
+            tensors.update(dict(part.tensors))
+            expert_flops += part.expert_flops
+        return cls(
+            families=tuple(families.values()),
+            tensors=tuple(tensors.items()),
+            flops=tuple(flops[name] for name in families),
+            experts=tuple(experts.values()),
+            expert_flops=expert_flops,
+        )
+
     @functools.cached_property
     def replicated_elements(self) -> int:
         """Parameters that every slot of the group holds whole."""
@@ -121,9 +146,13 @@ class StageUnits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelUnits:
-    """The stages of the model, first to last."""
+    """The stages of the model, first to last, or its segments, or its layers (`layer_placement.py`)."""
 
     stages: tuple[StageUnits, ...]
+
+    def cut(self, bounds: Iterable[tuple[int, int]]) -> "ModelUnits":
+        """Join what is between each of these bounds."""
+        return ModelUnits(stages=tuple(StageUnits.joined(self.stages[start:stop]) for start, stop in bounds))
 
     @property
     def experts_of_slot(self) -> int:

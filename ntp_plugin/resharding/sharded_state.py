@@ -39,6 +39,11 @@ class ShardedState:
         """Set the optimizer that steps the parameters from now on."""
         self.optimizer, self._known, self._numbers = optimizer, element_wise(optimizer), Numbers(optimizer)
 
+    def have_parameters(self, parameters: Mapping[str, torch.nn.Parameter], version: int) -> None:
+        """Set the parameters, where they are others from now on; their values come afterwards."""
+        self.parameters = dict(parameters)
+        self.versions = dict.fromkeys(self.parameters, version)
+
     def held(self, lost: Mapping[int, tuple[int, ...]]) -> AvailableVersions:
         """Return what this member reports before a recovery; `lost` are the losses behind the versions."""
         names = list(self.parameters)

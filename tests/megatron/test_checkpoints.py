@@ -16,10 +16,12 @@ from tests.harness.parity.job import STEPS, Job, largest_differences, run
 from tests.harness.parity.layouts import (
     BASE,
     FIRST_DEGRADED,
+    FIRST_STAGE_LOST,
     HYBRID,
     LAST_DEGRADED,
     MODELS,
     OLD,
+    ONE_STAGE_LOST,
     degraded,
     reference,
     uniform,
@@ -149,6 +151,18 @@ def test_two_swapped_units_in_a_checkpoint_are_detected(first_half):
     assert largest_difference(replica_digests_in(mine), replica_digests_in(theirs)) > 1e-3
     outcomes = whole_run(first_half, spoilt, nominal(BASE, "TP2+TP1"))
     assert max(largest_differences(outcomes, run(uniform(BASE))).values()) > 1e-3
+
+
+@pytest.mark.parametrize("more", ["", SHARDED])
+@pytest.mark.parametrize("layout", [ONE_STAGE_LOST, FIRST_STAGE_LOST])
+def test_layers_that_have_moved(first_half, layout, more):
+    """Saved by stages that have layers of a lost one, and loaded by those that have their own; and the reverse. Nobody
+    has all stages in the last run, so its weights come from the checkpoint."""
+    moved, whole = degraded(BASE, layout, more=more), nominal(BASE, layout, more=more)
+    assert_same_training(whole_run(first_half, moved, whole), reference(BASE, layout))
+    assert_same_training(whole_run(first_half, whole, moved), reference(BASE, layout))
+    nobody = dataclasses.replace(moved, lost=("r0.s1,r1.s2",))
+    assert_same_training(whole_run(first_half, moved, nobody), reference(BASE, layout))
 
 
 @pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])

@@ -41,7 +41,8 @@ def seen_of(lived):
     """What ranks saw of the whole training. An idle rank of a first stage takes itself for the last one meanwhile."""
     seen = as_if_always_there(lived)
     return {
-        slot: one if len(one.losses) == STEPS else dataclasses.replace(one, losses=[]) for slot, one in seen.items()
+        slot: one if len(one.losses) == STEPS else dataclasses.replace(one, losses=[], steps_with_loss=[])
+        for slot, one in seen.items()
     }
 
 

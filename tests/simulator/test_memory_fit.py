@@ -162,7 +162,7 @@ def test_activations_without_sequence_parallelism_and_in_float32():
 
 def test_a_guard_that_checks_only_full_groups_is_detected(monkeypatch):
     """A negative control: the test above fails where degraded patterns are left out."""
-    monkeypatch.setattr(SurvivingReplicas, "patterns_of_stage", lambda *_: {})
+    monkeypatch.setattr(SurvivingReplicas, "patterns_of_segment", lambda *_: {})
     with pytest.raises(AssertionError):
         test_every_affected_group_is_checked_before_any_change()
     assert memory_fit.fit_groups is fit_groups

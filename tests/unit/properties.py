@@ -172,7 +172,7 @@ def cores_get_their_units_and_give_them_back(nominal, lost):
     for stage, units in enumerate(nominal.units.stages):
         route = core_route.plan_core_route(surviving, units, stage)
         tensors = [tensor for tensor, _ in units.tensors if tensor.family]
-        for pattern in lanes.stage_patterns(surviving, stage):
+        for pattern in lanes.segment_patterns(surviving, stage):
             living = [slot for slot in range(tp) if slot not in pattern]
             tp_slots = [
                 core_slices.find_core_slices(route, units, tp=tp, pattern=pattern, slot=slot) for slot in living

@@ -123,3 +123,14 @@ def test_one_micro_batch_for_each_replica_deals_no_more_than_needed(counts):
             assert found[replica] == had[: len(found[replica])]
         else:
             assert len(found[replica]) == 1
+
+
+def test_a_replica_with_fewer_stages_has_a_shorter_pipeline_to_fill():
+    nominal = NominalBatch(replicas=2, per_replica=8, micro_batch=1, stages=4, healthy_ns=HEALTHY)
+    whole, alone = ReplicaPace(ns=HEALTHY), ReplicaPace(ns=4 * HEALTHY, without=3)
+    assert [pace.step_ns(8, nominal.stages) for pace in (whole, alone)] == [11 * HEALTHY, 32 * HEALTHY]
+    split = split_batch({0: whole, 1: alone}, nominal, BatchPolicy())
+    assert [share.count for share in split.shares] == [12, 4]
+    assert split.step_ns == 16 * HEALTHY
+    assert split.ideal_ns <= split.step_ns
+    assert alone.cut(2).without == 3

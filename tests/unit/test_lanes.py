@@ -39,7 +39,7 @@ def test_a_full_width_stage_keeps_the_frameworks_reduction_with_tp_slots_as_lane
     surviving = nominal.surviving(lost)
     for stage, units in enumerate(nominal.units.stages):
         route = plan_route(surviving, units, stage, wanted="auto", gradient_bytes=4, hardware=Hardware())
-        if surviving.patterns_of_stage(stage):
+        if surviving.patterns_of_segment(stage):
             assert route.route in ("direct", "via_core")
         else:
             assert route.route == "framework"

@@ -79,10 +79,11 @@ def test_a_loss_that_does_not_fit_is_refused(lost, processes, message):
 
 
 def test_a_replica_without_slots_must_be_omitted():
-    with pytest.raises(Refused, match=r"replica 1 has no slot in stage 0.*start fewer processes"):
+    with pytest.raises(Refused, match=r"replica 1 has no slot left.*start fewer processes"):
         layout("r1", processes=4)
-    with pytest.raises(Refused, match=r"replica 1 has no slot in stage 1.*start fewer processes"):
-        layout("r1.s1", processes=12, pp=2)
+    with pytest.raises(Refused, match=r"replica 1 has no slot left.*start fewer processes"):
+        layout("r1.s1,r1.s0", processes=8, pp=2)
+    assert layout("r1.s1", processes=12, pp=2).lost
 
 
 # ---------------------------------------------------------------- refusals

@@ -121,8 +121,8 @@ def test_groups_are_sorted_into_nominal_degraded_and_dropped():
     assert surviving.degraded == {(0, 0): (1,)}
     assert surviving.replicas == (0, 2)
     assert [str(slot) for slot in surviving.idle()] == ["r1.s0.t1", "r1.s0.t2", "r1.s0.t3", "r1.s1.t3"]
-    assert surviving.patterns_of_stage(0) == {(1,): (0,)}
-    assert surviving.patterns_of_stage(1) == {}
+    assert surviving.patterns_of_segment(0) == {(1,): (0,)}
+    assert surviving.patterns_of_segment(1) == {}
 
 
 def test_a_host_is_lost_when_all_its_slots_are():

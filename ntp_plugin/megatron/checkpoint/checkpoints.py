@@ -41,6 +41,7 @@ from ntp_plugin.errors import Refused
 from ntp_plugin.megatron.checkpoint.expert_checkpoints import is_of_experts
 from ntp_plugin.megatron.layers.uneven_layers import cut_of
 from ntp_plugin.megatron.layout import Layout
+from ntp_plugin.megatron.moved_layers import nominal_stages
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync
 from ntp_plugin.planning.spans import Spans
 from ntp_plugin.planning.units import Tensor
@@ -58,7 +59,8 @@ class CheckpointHooks:
 
     def __init__(self, layout: Layout, args: Any, sync: LaneSync) -> None:
         self._layout, self._args, self._sync = layout, args, sync
-        self._shared_out = bool(getattr(args, "ckpt_fully_parallel_save", True))
+        is_alike = layout.surviving.is_nominally_cut  # else stages of different replicas have other tensors
+        self._shared_out = is_alike and bool(getattr(args, "ckpt_fully_parallel_save", True))
 
     # ------------------------------------------------ Megatron's functions
 
@@ -72,6 +74,7 @@ class CheckpointHooks:
             save_args = copy.copy(args)
             save_args.no_save_rng = True
             save_args.world_size = self._layout.topology.size  # this layout has fewer ranks; all else is nominal
+            vars(save_args).update(nominal_stages(args))
             chunks = [_Recut(chunk, self.recut) for chunk in model]
             kwargs["rerun_state"] = None
             state = original(save_args, chunks, optimizer, opt_param_scheduler, None, **kwargs)

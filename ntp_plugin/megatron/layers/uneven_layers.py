@@ -19,7 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -327,7 +327,7 @@ def _unknown(what: str) -> Refused:
 # ---------------------------------------------------------------- for planning
 
 
-def describe(parameters: dict[str, torch.nn.Parameter], *, sequence: int, last: bool) -> StageUnits:
+def describe(parameters: Mapping[str, torch.nn.Parameter], *, sequence: int, last: bool) -> StageUnits:
     """Return the units of the layers that were built: cut parameters by their families, all others replicated."""
     tensors, families = [], dict[str, Family]()
     for name, parameter in parameters.items():

@@ -29,6 +29,7 @@ The user's objects stay: the modules, the parameters, DDP, the optimizer and its
     unsynced.py            `no_sync` that a loss can interrupt
     ranks.py               Megatron's lists of ranks, after its groups were edited
     model_rebuild.py       builds the model again for a new layout, and copies the sizes into the real one
+    moved_modules.py       gives a model the layers of the stage that it is now
     scales.py              FP8's scales: as a section began, and the same on all ranks after a recovery
     group_caches.py        makes TransformerEngine and Megatron forget what belonged to the layout before
     trained_parameters.py  runs work among the ranks that train, where other ranks are idle

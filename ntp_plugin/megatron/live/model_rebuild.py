@@ -6,14 +6,18 @@ meta device, where nothing is allocated or drawn. Then every real module takes o
 strings, lists of numbers or configurations. Parameters, buffers, hooks and all else of a module stay its own. DDP's
 constructor runs again on the same object, with its first arguments: it makes new buffers and buckets.
 
+Where layers have moved, a stage has other modules than before. Those that it keeps stay; the others are taken from what
+was built, with memory of their own (`moved_modules.py`).
+
 Autograd keeps what DDP attached to a parameter, even if only the traceback of an error refers to it. It forgets that
 only when the parameter's dtype changes, so the dtype is changed for a moment.
 """
 
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.layers.uneven_experts import NominalGroup
 from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
 from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
+from ntp_plugin.megatron.live.moved_modules import have_layers_of
 from ntp_plugin.megatron.reduction.lane_sync import bare
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -78,7 +83,9 @@ class ModelRebuild:
         @functools.wraps(original)
         def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
             if all(ddp is not known for known, _, _ in self._wrapped):
-                self._wrapped.append((ddp, args, kwargs))
+                module = kwargs["module"] if "module" in kwargs else args[2]
+                names = {parameter: name for name, parameter in module.named_parameters()}
+                self._wrapped.append((ddp, args, _keyed(kwargs, names)))
             original(ddp, *args, **kwargs)
 
         return init
@@ -98,6 +105,7 @@ class ModelRebuild:
         """Give the real modules the sizes of these."""
         for chunk, new in zip(self.chunks, wanted, strict=True):
             real = bare(chunk)
+            have_layers_of(real, new)
             pairs = zip(real.named_modules(), new.named_modules(), strict=True)
             for (name, module), (other, model) in pairs:
                 assert (name, type(module)) == (other, type(model)), "a recipe builds the same model again"
@@ -116,7 +124,7 @@ class ModelRebuild:
             for parameter in ddp.module.parameters():
                 parameter.grad = parameter.main_grad = None
                 _forget_hooks(parameter)
-            type(ddp).__init__(ddp, *args, **kwargs)
+            type(ddp).__init__(ddp, *args, **_keyed(kwargs, dict(ddp.module.named_parameters())))
             set_forward_waits(ddp, waits=waiting)
             ddp.train(training)
 
@@ -129,6 +137,22 @@ class ModelRebuild:
             vars(parameter).pop("main_param", None)  # Megatron's reference from a bf16 parameter to its float32 shard
         vars(self.optimizer).update(vars(self._build_optimizer()))
         set_numbers(self.optimizer, loss_scale)
+
+
+def _keyed(kwargs: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return DDP's arguments with other keys in its layout of parameters: their names, or the parameters of now. A
+    parameter of a layer that went to another stage and came back is another one. Where layers have moved there is no
+    such layout."""
+    layout = kwargs.get("full_param_layout")
+    if layout is None:
+        return kwargs
+    if not all(key in keys for one in layout.layouts.values() for key in one.param_index_map):
+        return kwargs | {"full_param_layout": None}
+    layouts = {
+        kind: dataclasses.replace(one, param_index_map={keys[key]: place for key, place in one.param_index_map.items()})
+        for kind, one in layout.layouts.items()
+    }
+    return kwargs | {"full_param_layout": dataclasses.replace(layout, layouts=layouts)}
 
 
 def forward_waits(ddp: Any) -> bool:

@@ -1,9 +1,10 @@
 """Loaders that are built on demand, and again from another sample.
 
 Megatron builds its loaders once, on the first slot of each TP group. A repeated step needs its samples again, maybe by
-another share of the batch, and maybe on a slot that has just become the first of its group. So every slot of a group
-has the data sets, which are maps of files, and a `Rewindable` in place of each loader: it reads nothing, and starts no
-worker, until it is asked. Megatron counts the consumed samples of the job, in its arguments.
+another share of the batch, and maybe on a slot that has just become the first of its group, or on a stage that has
+become the first or the last. So every slot of a group has the data sets, which are maps of files, and of every group if
+layers may move; and a `Rewindable` in place of each loader: it reads nothing, and starts no worker, until it is asked.
+Megatron counts the consumed samples of the job, in its arguments.
 """
 
 import functools
@@ -79,6 +80,8 @@ class SampleHooks:
         self._args, self._noted = args, noted
         self.drawn: list[int] = []
         """Samples that this process has drawn from the training set in this section, if they are noted."""
+        self.on_every_stage = False
+        """Whether any stage may become the first or the last, which read samples."""
         self._sets: tuple[Any, Any, Any] = (None, None, None)
         self._training: list[Rewindable] = []
         self._validation: list[Rewindable] = []
@@ -86,15 +89,18 @@ class SampleHooks:
         """Wraps Megatron's way to make the training loader, for the current layout."""
 
     def data_sets(self, original: Any) -> Any:
-        """`build_train_valid_test_datasets`: build them on every slot of a TP group as on its first."""
+        """`build_train_valid_test_datasets`: build them on every slot of a TP group as on its first, and if layers may
+        move on every stage as on the first."""
 
         @functools.wraps(original)
         def build(*args: Any, **kwargs: Any) -> Any:
             parallel_state.set_tensor_model_parallel_rank(0)
+            parallel_state.set_pipeline_model_parallel_rank(0 if self.on_every_stage else None)
             try:
                 self._sets = original(*args, **kwargs)
             finally:
                 parallel_state.set_tensor_model_parallel_rank(None)
+                parallel_state.set_pipeline_model_parallel_rank(None)
             return self._sets
 
         return build

@@ -149,6 +149,8 @@ class MegatronJob:
         if self.rank.place.slot:
             return
         self._warn_of_memory()
+        if why := self.trainer.why_none_moves:
+            _LOG.info("a replica that loses a pipeline stage is dropped, since %s", why)
         copies = self.trainer.copies
         if copies is not None:
             if copies.are_near_only:

@@ -18,10 +18,11 @@ from ntp_plugin.megatron.chained import of_torch, parts_of
 from ntp_plugin.megatron.layout import SHARED, Layout
 from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
 from ntp_plugin.megatron.reduction.buckets import bucket_groups
-from ntp_plugin.megatron.reduction.lane_sync import LaneSync
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync, named
 from ntp_plugin.megatron.reduction.shards import Naming, megatrons_shards, shards_of_lanes, whole_parameters
 from ntp_plugin.patching import apply_all
-from ntp_plugin.planning.units import ModelUnits, Tensor
+from ntp_plugin.planning.recovery_plan import Nominal
+from ntp_plugin.planning.units import Tensor
 from ntp_plugin.reduction.stepped import Stepped, make_room, parts
 from ntp_plugin.resharding.cuts import local_shape
 from ntp_plugin.resharding.rebuild import MAIN, WEIGHT
@@ -37,12 +38,12 @@ class TrainedState:
         self,
         model_rebuild: ModelRebuild,
         parameters: Mapping[str, Any],
-        units: ModelUnits,
+        nominal: Nominal,
         *,
         sharded: bool,
         joiner: bool,
     ) -> None:
-        self._model_rebuild, self._units, self._sharded = model_rebuild, units, sharded
+        self._model_rebuild, self._nominal, self._sharded = model_rebuild, nominal, sharded
         mains = _mains(model_rebuild.optimizer, parameters)
         self.live = ShardedState(parameters, of_torch(model_rebuild.optimizer), mains=mains, joiner=joiner)
         self.live.refuse_what_cannot_be_cut()
@@ -61,9 +62,10 @@ class TrainedState:
         """Yield what every replica has: its name, among which replica digests it is, and the slice that this rank has
         of it. What is replicated over a TP group is compared with the same slot in other replicas: only these sum their
         gradients together, bit for bit."""
+        naming = self._naming(layout)
         for tensor, tensor_slice in self.slices(layout):
             entries, of_slot = self.live.entries(tensor.name), f" of TP slot {layout.slot.tp}" * (not tensor.family)
-            among = tensor_slice.tensor if tensor.family == SHARED else f"stage {layout.slot.stage}{of_slot}"
+            among = tensor_slice.tensor if tensor.family == SHARED else f"{naming.part(tensor.name)}{of_slot}"
             yield (
                 tensor_slice.tensor + of_slot,
                 among,
@@ -85,10 +87,12 @@ class TrainedState:
     # ------------------------------------------------ from copies
 
     def lose(self, layout: Layout, version: int) -> None:
-        """Allocate the parameters in their new sizes; their current values are discarded."""
+        """Allocate the parameters in their new sizes; their current values are discarded. A parameter that is another
+        stage's now has no size."""
         naming = self._naming(layout)
-        for name, tensor in naming.tensors.items():
-            shape = (0,) if layout.is_idle else local_shape(tensor, naming.units(tensor))
+        for name in self.live.parameters:
+            tensor = None if layout.is_idle else naming.tensors.get(name)
+            shape = (0,) if tensor is None else local_shape(tensor, naming.units(tensor))
             entries = {
                 entry: torch.empty(shape, dtype=values.dtype, device=values.device)
                 for entry, values in self.live.entries(name).items()
@@ -96,6 +100,10 @@ class TrainedState:
             }
             self.live.build(name, version, entries, {})
         self.live.switch()
+
+    def have_model(self, version: int) -> None:
+        """Take the parameters of the model, whose layers may be others than before."""
+        self.live.have_parameters(dict(named(self._model_rebuild.chunks)), version)
 
     def shard_again(self, layout: Layout, among_those_who_train: AmongThoseWhoTrain) -> None:
         """With the distributed optimizer, rebuild it as Megatron does for the current shards."""
@@ -166,7 +174,7 @@ class TrainedState:
 
     def _naming(self, layout: Layout) -> Naming:
         if self._named is None or self._named.layout is not layout:
-            self._named = Naming(layout, self._units.stages[layout.slot.stage])
+            self._named = Naming(layout, self._nominal.segments_of(layout.surviving, layout.slot))
         return self._named
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
@@ -23,7 +24,7 @@ from ntp_plugin.megatron.batch_share import BatchShare
 from ntp_plugin.megatron.job import JobPlan, nominal_job, share_units
 from ntp_plugin.megatron.job_shape import makes_copies
 from ntp_plugin.megatron.layers.uneven_experts import UnevenExperts
-from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers, describe
+from ntp_plugin.megatron.layers.uneven_layers import UnevenLayers
 from ntp_plugin.megatron.layout import Layout
 from ntp_plugin.megatron.live.copies import LoopProgress, refuse_unknown, who_trains
 from ntp_plugin.megatron.live.counts import Counts, adopt, count
@@ -37,13 +38,15 @@ from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trained_parameters import Trainees
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
+from ntp_plugin.megatron.moved_layers import have_own_stages, layers_of, stages_in_config, why_none_moves
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
-from ntp_plugin.megatron.reduction.lane_sync import LaneSync, bare, named
+from ntp_plugin.megatron.reduction.lane_sync import LaneSync, bare, described, named
 from ntp_plugin.megatron.switched_off import SwitchedOff
 from ntp_plugin.membership.agreement import Agreed
 from ntp_plugin.membership.protocol import Report
 from ntp_plugin.patching import apply_all
 from ntp_plugin.planning.expert_groups import require_experts_in_all_stages
+from ntp_plugin.planning.layer_cuts import Layers
 from ntp_plugin.planning.topology import Slot, Topology
 from ntp_plugin.planning.units import OF_UNITS
 from ntp_plugin.recovery.elastic_rank import ElasticRank
@@ -56,6 +59,7 @@ from ntp_plugin.telemetry import CopyTrouble, EventWriter, Recovered
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
+_PIPELINE = "pipeline_model_parallel_layout"
 _CONNECT_S = 5.0
 """Time for a member to connect to a lane. A death ends the wait at once, so this is only for undetected trouble."""
 
@@ -112,11 +116,15 @@ class MegatronTrainer:
         self._take_back = self._rest = _nothing
         self._ranks, self._switched_off = MegatronRanks(), SwitchedOff(args)
         self._lost: Mapping[int, tuple[int, ...]] = {0: ()}
+        self._layers: Layers | None = None
+        """Set if layers may move to other stages."""
+        self.why_none_moves = ""
+        """Why a replica that has lost a stage is dropped; empty if its layers move."""
 
     def layout(self, lost: frozenset[Slot] = frozenset(), idle: frozenset[Slot] = frozenset()) -> Layout:
         """Return the layout of the members, without the lost slots."""
         rank = self._groups.rank_of(self._groups.slot)
-        return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank)
+        return Layout(topology=self._topology, lost=lost, idle=idle, rank=rank, layers=self._layers)
 
     @property
     def too_large_below(self) -> int:
@@ -131,6 +139,10 @@ class MegatronTrainer:
 
     def begin(self) -> None:
         """Take the model, once there is one, and refuse what could not be cut; all ranks take part."""
+        self.why_none_moves = why_none_moves(self._args, self._policy, self._topology)
+        if not self.why_none_moves:
+            self._layers = layers_of(self._args, self._policy, self._topology)
+            self._samples.on_every_stage = True
         layout, model_rebuild = self.layout(), self._model_rebuild
         layers = UnevenLayers(layout, self._args, granule=self._policy.granule)
         take_back = apply_all(hooks.of_layers(layers), offered=False)
@@ -139,18 +151,17 @@ class MegatronTrainer:
         finally:
             take_back()
         parameters = dict(named(model_rebuild.chunks))
-        units = describe(parameters, sequence=self._args.seq_length, last=layout.last)
         if self._joiner:
             of_all = self._rank.shared_value(_UNITS, kinds=OF_UNITS)
         else:
-            of_all = share_units(layout, units)
+            of_all = share_units(layout, described(parameters, layout, self._args.seq_length))
             if layout.rank == 0:
                 self._rank.share_with_joiners(_UNITS, of_all)
         if self._topology.expert_slots:
             require_experts_in_all_stages(of_all)
         nominal = nominal_job(layout, self._policy, self._args, of_all)
         self._plan = NextPlan(self._args, self._policy, nominal, slot=self.slot_number, event_writer=self._event_writer)
-        self.state = TrainedState(model_rebuild, parameters, nominal.units, sharded=self._sharded, joiner=self._joiner)
+        self.state = TrainedState(model_rebuild, parameters, nominal, sharded=self._sharded, joiner=self._joiner)
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if not (self._joiner or self._sharded or self._topology.expert_slots):
             self._refuse_unequal_replicas()
@@ -241,7 +252,7 @@ class MegatronTrainer:
         forget_quantized_weights(self._model_rebuild.chunks)
         self._args.rank, self._args.world_size = layout.rank, len(layout.present)
         self.idle, self.first = layout.is_idle, layout.slots[0] == layout.slot
-        self.records_samples = layout.slot.stage == 0 and layout.is_context_leader
+        self.records_samples = layout.first and layout.is_context_leader
         if self.idle:
             self._make_groups(list(wanted_groups(layout, self._plan.goal).values()))
         else:
@@ -402,6 +413,7 @@ class MegatronTrainer:
             plan=self._plan.goal,
         )
         sync, layers = LaneSync(job), UnevenLayers(layout, args, granule=self._policy.granule)
+        self._set_stages(layout)
         degraded = layout.degraded
         self.state.sync = sync if degraded else None
         self._take_back = apply_all(
@@ -410,6 +422,8 @@ class MegatronTrainer:
         with _nominal_contexts(configs, self._topology.cp, now=layout.context_degree):
             built = model_rebuild.elsewhere()
             model_rebuild.take_over(built)
+        if self._layers is not None:
+            self.state.have_model(self._groups.epoch)
         if not degraded:
             self._take_back()
             self._take_back = _nothing
@@ -423,6 +437,17 @@ class MegatronTrainer:
             model_rebuild.masks.stand_in(
                 layout, self.share.firsts if self.share else hooks.nominal_firsts(layout, args)
             )
+
+    def _set_stages(self, layout: Layout) -> None:
+        """Have Megatron build the layers that this stage has now."""
+        if self._layers is None:
+            return
+        have_own_stages(self._args, layout)
+        found = stages_in_config(self._args)
+        if isinstance(found[_PIPELINE], list):
+            found[_PIPELINE] = PipelineParallelLayerLayout(found[_PIPELINE], len(found[_PIPELINE]))
+        for chunk in self._model_rebuild.chunks:
+            vars(bare(chunk).config).update(found)
 
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]

@@ -10,7 +10,7 @@ from ntp_plugin.reduction.core_lanes import CoreExchange
 def find_core_exchange(layout: Layout, plan: RecoveryPlan, wanted: Wanted, made: Made) -> CoreExchange | None:
     """Return the exchange, or None if this rank's stage uses no cores."""
     stage = layout.slot.stage
-    cores = plan.routes[stage].cores
+    cores = plan.routes[stage].cores if layout.surviving.is_nominally_cut else None
     if cores is None:
         return None
     mine = {key[0]: made[key] for key, members in wanted.items() if layout.slot in members and key[1] == stage}

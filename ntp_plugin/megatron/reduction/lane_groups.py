@@ -2,8 +2,8 @@
 
 Every rank makes all of them, at once and in this order, whether it is a member or not:
 
-    lane        slots that hold the same units of a stage, if gradients go directly
-    stage       all slots of a stage, for replicated parameters
+    lane        slots that hold the same units of a segment, if gradients go directly
+    segment     all slots that have a segment, for replicated parameters
     shared      slots that hold the same rows of an embedding that is in two stages
     domain      the slots of one replica's stage, for the exchange over cores: apart from Megatron's own TP group, which
                 is busy while something is lent
@@ -24,7 +24,7 @@ from ntp_plugin.planning.recovery_plan import RecoveryPlan
 from ntp_plugin.planning.topology import Slot
 
 type Key = tuple[str, int, int]
-"""Kind, stage, and number."""
+"""Kind, segment (the stage, unless layers have moved), and number."""
 type Wanted = dict[Key, tuple[Slot, ...]]
 type Made = Mapping[Key, Any]
 
@@ -33,25 +33,28 @@ def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
     """Return all groups, with their members."""
     wanted: Wanted = {}
     surviving = layout.surviving
+    segments = plan.nominal.segments(surviving).stages
     for route in plan.routes:
-        stage = route.stage
+        segment = route.segment
         if route.cores is None:
             wanted |= {
-                ("lane", stage, number): tuple(lane.members(surviving)) for number, lane in enumerate(route.lanes.lanes)
+                ("lane", segment, number): tuple(lane.members(surviving))
+                for number, lane in enumerate(route.lanes.lanes)
             }
         else:
-            domains = ((replica, layout.topology.group(replica, stage)) for replica in surviving.replicas)
+            domains = ((replica, layout.topology.group(replica, segment)) for replica in surviving.replicas)
             wanted |= {
-                ("domain", stage, replica): tuple(slot for slot in group if slot in layout.ranks)
+                ("domain", segment, replica): tuple(slot for slot in group if slot in layout.ranks)
                 for replica, group in domains
             }
             wanted |= {
-                ("core", stage, core): tuple(route.cores.members(core, surviving))
+                ("core", segment, core): tuple(route.cores.members(core, surviving))
                 for core in range(len(route.cores.cores))
             }
-        wanted["stage", stage, 0] = tuple(slot for slot in layout.slots if slot.stage == stage)
-        experts = plan_expert_lanes(surviving, plan.nominal.units.stages[stage].experts, stage)
-        wanted |= {("expert", stage, number): lane.members for number, lane in enumerate(experts)}
+        stages = {replica: surviving.stage_of(replica, segment) for replica in surviving.replicas}
+        wanted["segment", segment, 0] = tuple(slot for slot in layout.slots if slot.stage == stages[slot.replica])
+        experts = plan_expert_lanes(surviving, segments[segment].experts, segment)
+        wanted |= {("expert", segment, number): lane.members for number, lane in enumerate(experts)}
     if layout.idle:
         wanted["all", 0, 0] = layout.slots
     for slots in layout.reduced_expert_groups:
@@ -59,5 +62,5 @@ def wanted_groups(layout: Layout, plan: RecoveryPlan) -> Wanted:
         wanted["dispatch", group.stage, group.replica] = slots
         key = "column", 0, group.replica
         wanted[key] = (*wanted.get(key, ()), *slots)
-    shared = plan_shared_lanes(surviving, plan.nominal.units, SHARED)
+    shared = plan_shared_lanes(surviving, plan.nominal.segments(surviving), SHARED)
     return wanted | {("shared", 0, number): tuple(members) for number, (members, _) in enumerate(shared)}

@@ -20,6 +20,7 @@ largest of them, and so all clip by the same bits.
 import copy
 import functools
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ class LaneSync:
         self.everybody: Any = None
         """The group of all ranks that train; None if that is the world."""
         self.stage: Any = None
-        """The group of the ranks that train in this rank's stage."""
+        """The group of the ranks that train in this rank's stage; None where layers have moved."""
         self.dispatch: Any = None
         """The ranks that are left of this rank's expert group, if it has lost some."""
         self._expert_column: Any = None
@@ -100,6 +101,8 @@ class LaneSync:
         @functools.wraps(original)
         def init(ddp: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
             kwargs["full_param_layout"] = None
+            if not self._layout.surviving.is_nominally_cut:  # first stages have other layers in other replicas
+                kwargs["disable_bucketing"] = True
             if ddp_config.overlap_grad_reduce and not kwargs.get("disable_bucketing") and not self._layout.slot.stage:
                 chunk = dict(module.named_parameters())
                 sizes = {chunk[tensor.name]: tensor.elements for tensor, _ in self._units_of(chunk).tensors}
@@ -115,20 +118,24 @@ class LaneSync:
     def _take_over(self) -> None:
         """Plan, make the lanes, compare the weights, and connect the buckets to the lanes."""
         self.parameters = dict(named(self._chunks))
-        units = self._units_of(self.parameters)
-        self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
+        self.tensors = {tensor.name: tensor for tensor, _ in self._units_of(self.parameters).tensors}
         at_start = not self._job.planned  # later, weights have been moved and compared
-        plan = self._job.agree(units) if at_start else self._job.plan
+        sequence = self._job.args.seq_length
+        plan = self._job.agree(described(self.parameters, self._layout, sequence)) if at_start else self._job.plan
         wanted = wanted_groups(self._layout, plan)
         made = dict(zip(wanted, self._job.make_groups(list(wanted.values())), strict=True))
         self.everybody = made.get(("all", 0, 0))
-        self.stage = made["stage", self._layout.slot.stage, 0]
+        if self._layout.surviving.is_nominally_cut:
+            self.stage = made["segment", self._layout.slot.stage, 0]
         if self._layout.sends_experts_elsewhere:
             place = self._layout.expert_place
             self.dispatch = made["dispatch", place.stage, place.replica] or self._job.alone()
             self._expert_column = made["column", 0, place.replica] or self._job.alone()
         self._core_exchange = find_core_exchange(self._layout, plan, wanted, made)
-        lanes, late = self._make_lanes(made), [self._stage_lane(made), *self._shared_lanes(made, even_out=at_start)]
+        lanes, replicated = self._make_lanes(made), self._replicated_lanes(made)
+        if at_start and not self._layout.surviving.is_nominally_cut:
+            self._draw_nominally([*lanes, *replicated])
+        late = [*replicated, *self._shared_lanes(made, even_out=at_start)]
         if at_start:
             self.require_equal_units()
         if is_delayed(self._job.args):
@@ -145,7 +152,7 @@ class LaneSync:
             chunk.config.finalize_model_grads_func = self.finalize
         _sum_losses_alone(self._chunks, self._job.alone())
 
-    def _units_of(self, parameters: dict[str, Any]) -> StageUnits:
+    def _units_of(self, parameters: Mapping[str, Any]) -> StageUnits:
         return describe(parameters, sequence=self._job.args.seq_length, last=self._layout.last)
 
     @property
@@ -167,8 +174,8 @@ class LaneSync:
 
     def held(self) -> dict[str, Spans]:
         """Return the units of every tensor that this slot holds, in storage order."""
-        stage = self._job.plan.nominal.units.stages[self._layout.slot.stage]
-        families = {family.name: family for family in (*stage.families, *stage.experts)}
+        parts = self._job.segments.values()
+        families = {family.name: family for part in parts for family in (*part.families, *part.experts)}
         return {
             name: self._layout.held(families[tensor.family]) if tensor.family else WHOLE_UNITS
             for name, tensor in self.tensors.items()
@@ -198,7 +205,8 @@ class LaneSync:
         """Return a tensor's name, unique among all stages."""
         if self.tensors[name].family == SHARED:
             return "the shared word embedding"
-        return f"{name} of stage {self._layout.slot.stage}" if self._layout.topology.pp > 1 else name
+        has_stages = self._layout.topology.pp > 1 and self._layout.surviving.is_nominally_cut
+        return f"{name} of stage {self._layout.slot.stage}" if has_stages else name
 
     def _holder(self, tensor: Tensor) -> str:
         """Return the name of the ranks that hold the whole tensor together."""
@@ -212,40 +220,60 @@ class LaneSync:
     @property
     def _experts(self) -> dict[str, Family]:
         """The families of experts in this rank's stage, by name."""
-        return {family.name: family for family in self._job.plan.nominal.units.stages[self._layout.slot.stage].experts}
+        return {family.name: family for part in self._job.segments.values() for family in part.experts}
 
     # ------------------------------------------------ lanes
 
     def _make_lanes(self, made: Made) -> list[GradientLane]:
-        """Return the lanes of this rank, if its stage has some."""
-        mine, stage = [], self._layout.slot.stage
-        route = self._job.plan.routes[stage]
-        for number, lane in enumerate(route.lanes.lanes if route.cores is None else ()):
-            if self._layout.slot in lane.members(self._layout.surviving):
-                units = {name: spans for name, spans in lane.units if name != SHARED}
-                mine.append(GradientLane(group=made["lane", stage, number], slices=self._slices(units)))
-        experts = plan_expert_lanes(self._layout.surviving, tuple(self._experts.values()), stage)
-        for number, of_experts in enumerate(experts):
-            if self._layout.slot in of_experts.members:
-                slices = self._slices(dict(of_experts.units))
-                mine.append(GradientLane(group=made["expert", stage, number], slices=slices))
+        """Return the lanes of this rank, segment by segment."""
+        mine, surviving = [], self._layout.surviving
+        for segment, units_of_segment in self._job.segments.items():
+            route = self._job.plan.routes[segment]
+            for number, lane in enumerate(route.lanes.lanes if route.cores is None else ()):
+                if self._layout.slot in lane.members(surviving):
+                    units = {name: spans for name, spans in lane.units if name != SHARED}
+                    slices = self._slices(units, units_of_segment)
+                    mine.append(GradientLane(group=made["lane", segment, number], slices=slices))
+            experts = plan_expert_lanes(surviving, units_of_segment.experts, segment)
+            for number, of_experts in enumerate(experts):
+                if self._layout.slot in of_experts.members:
+                    slices = self._slices(dict(of_experts.units), units_of_segment)
+                    mine.append(GradientLane(group=made["expert", segment, number], slices=slices))
         return mine
 
-    def _stage_lane(self, made: Made) -> GradientLane:
-        """Return the lane of replicated parameters, over this rank's whole stage."""
-        whole = tuple(
-            Slice(name=name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
-            for name, tensor in self.tensors.items()
-            if not tensor.family
-        )
-        group = made["stage", self._layout.slot.stage, 0]
-        return GradientLane(group=group, slices=whole, counted=self._layout.is_replica_leader)
+    def _replicated_lanes(self, made: Made) -> list[GradientLane]:
+        """Return the lanes of replicated parameters, each over all ranks with a segment that this rank has."""
+        return [
+            GradientLane(
+                group=made["segment", segment, 0],
+                slices=tuple(
+                    Slice(name=tensor.name, dim=0, ranges=((0, tensor.shape[0]),), places=((0, tensor.shape[0]),))
+                    for tensor, _ in units.tensors
+                    if not tensor.family
+                ),
+                counted=self._layout.is_replica_leader,
+            )
+            for segment, units in self._job.segments.items()
+        ]
+
+    def _draw_nominally(self, lanes: Iterable[GradientLane]) -> None:
+        """Take the weights of a replica whose layers have not moved: each stage draws its own, one after the other. If
+        there is none, a checkpoint is about to be loaded."""
+        layout, values = self._layout, {name: parameter.data for name, parameter in self.parameters.items()}
+        moved = layout.surviving.placement.moved if layout.surviving.placement else {}
+        for lane in lanes:
+            members = [layout.present[rank] for rank in dist.get_process_group_ranks(lane.group)]
+            source = next((slot for slot in members if slot.replica not in moved), members[0])
+            packed = pack(lane.slices, values)
+            dist.broadcast(packed, layout.ranks[source], group=lane.group)
+            unpack(lane.slices, values, packed)
 
     def _shared_lanes(self, made: Made, *, even_out: bool) -> list[GradientLane]:
         """Return the lanes of rows that are in the first and the last stage; the last stage begins with zeros, and gets
         them here."""
         mine, values = [], {name: parameter.data for name, parameter in self.parameters.items()}
-        shared = plan_shared_lanes(self._layout.surviving, self._job.plan.nominal.units, SHARED)
+        surviving = self._layout.surviving
+        shared = plan_shared_lanes(surviving, self._job.plan.nominal.segments(surviving), SHARED)
         for number, (members, units) in enumerate(shared):
             if self._layout.slot in members:
                 group = made["shared", 0, number]
@@ -275,16 +303,17 @@ class LaneSync:
         self.shards.append(CoreShards(core_exchange))
         return self.shards[-1].begin
 
-    def _slices(self, units: Mapping[str, Spans]) -> tuple[Slice, ...]:
+    def _slices(self, units: Mapping[str, Spans], part: StageUnits | None = None) -> tuple[Slice, ...]:
+        """Return what these units are of the tensors of a part of the model, or of all that this rank has."""
         held = self.held()
         return tuple(
             Slice(
-                name=name,
+                name=tensor.name,
                 dim=tensor.dim,
-                ranges=local_ranges(tensor, held[name], units[tensor.family]),
+                ranges=local_ranges(tensor, held[tensor.name], units[tensor.family]),
                 places=tensor.local_index(units[tensor.family]),
             )
-            for name, tensor in self.tensors.items()
+            for tensor in (self.tensors.values() if part is None else [tensor for tensor, _ in part.tensors])
             if tensor.family in units
         )
 
@@ -373,7 +402,7 @@ class LaneSync:
             return
         layout = self._layout
         for name, tensor in self.tensors.items() if layout.slot.replica == layout.surviving.replicas[0] else ():
-            is_second = tensor.family == SHARED and layout.slot.stage
+            is_second = tensor.family == SHARED and not layout.first
             if not is_second and (tensor.family or layout.is_replica_leader):
                 yield getattr(self.parameters[name], "main_param", self.parameters[name]).detach()
 
@@ -404,10 +433,45 @@ class LaneSync:
 
 
 def named(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of all chunks of a model, without wrappers; with the chunk's number if there are several."""
+    """Yield the parameters of all chunks of a model, without wrappers; with the chunk's number if there are several.
+
+    Layers have the numbers that they have in the whole model.
+    """
     for number, chunk in enumerate(chunks):
-        for name, parameter in bare(chunk).named_parameters():
+        model = bare(chunk)
+        places = _places_of_layers(model)
+        for local, parameter in model.named_parameters():
+            layer = _LAYER.match(local)
+            name = places[layer[0]] + local.removeprefix(layer[0]) if layer and layer[0] in places else local
             yield f"{number}.{name}" if len(chunks) > 1 else name, parameter
+
+
+def described(parameters: Mapping[str, Any], layout: Layout, sequence: int) -> dict[int, StageUnits]:
+    """Return the units of this rank's stage by its number; if layers may move, those of each of its layers."""
+    if layout.layers is None:
+        return {layout.slot.stage: describe(parameters, sequence=sequence, last=layout.last)}
+    layer, of_layers = 0, dict[int, dict[str, Any]]()
+    for name, parameter in parameters.items():  # what has no number moves with the layer before it
+        found = _LAYER.match(name)
+        layer = int(found[1]) if found else layer
+        of_layers.setdefault(layer, {})[name] = parameter
+    last = sum(layout.layers.depths) - 1
+    return {layer: describe(these, sequence=sequence, last=layer == last) for layer, these in sorted(of_layers.items())}
+
+
+_LAYER = re.compile(r"[^0-9]*\.(\d+)(?=\.)")
+"""The beginning of the name of a layer's parameter, as far as its number: decoder.layers.3."""
+
+
+def _places_of_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return the names of a model's numbered layers: that in the model -> that in the whole model."""
+    found = {}
+    for name, layers in model.named_modules():
+        if isinstance(layers, torch.nn.ModuleList):
+            for place, layer in enumerate(layers):
+                if isinstance(number := getattr(layer, "layer_number", None), int):
+                    found[f"{name}.{place}"] = f"{name}.{number - 1}"
+    return found
 
 
 def bare(chunk: Any) -> torch.nn.Module:

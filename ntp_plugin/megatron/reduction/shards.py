@@ -28,17 +28,22 @@ from ntp_plugin.resharding.cuts import WHOLE_UNITS, global_ranges
 class Naming:
     """The tensors of one stage, under names that are unique in the job."""
 
-    def __init__(self, layout: Layout, units: StageUnits) -> None:
+    def __init__(self, layout: Layout, segments: Mapping[int, StageUnits]) -> None:
+        """`segments` are those of the stage; the stage itself, if no layer may move."""
         self.layout = layout
-        self.tensors = {tensor.name: tensor for tensor, _ in units.tensors}
-        self._families = {family.name: family for family in (*units.families, *units.experts)}
+        self.tensors = {tensor.name: tensor for units in segments.values() for tensor, _ in units.tensors}
+        self._families = {
+            family.name: family for units in segments.values() for family in (*units.families, *units.experts)
+        }
+        self._segments = {tensor.name: number for number, units in segments.items() for tensor, _ in units.tensors}
         # Each copy asks for them, and they stay the same for this layout.
         self.tensor_slice, self.places = functools.cache(self._tensor_slice), functools.cache(self._places)
 
     def _tensor_slice(self, name: str, places: Spans, start: int, stop: int, whole: str) -> TensorSlice:
         """Return a slice of a tensor, by its name on this rank."""
         tensor, stage = self.tensors[name], self.layout.slot.stage
-        title = f"s{stage}.{name}" if self.layout.topology.pp > 1 else name
+        # Layers that may move have names that are unique in the model.
+        title = f"s{stage}.{name}" if self.layout.topology.pp > 1 and self.layout.layers is None else name
         return TensorSlice(
             tensor="the shared word embedding" if tensor.family == SHARED else title,
             shape=tensor.shape,
@@ -48,6 +53,10 @@ class Naming:
             stop=stop,
             whole=whole,
         )
+
+    def part(self, name: str) -> str:
+        """Return a name for the part of the model that a tensor is in, which a group of each replica has."""
+        return f"{'stage' if self.layout.surviving.is_nominally_cut else 'segment'} {self._segments[name]}"
 
     def units(self, tensor: Tensor) -> Spans:
         """Return the units of a tensor that this slot holds, in storage order."""

@@ -142,7 +142,7 @@ def differences(lived: Mapping[int, Lived], job: Job) -> dict[str, float]:
     """The largest differences from the reference. An idle rank of a first stage takes itself for the last one, so its
     losses do not count."""
     seen = {
-        slot: one if len(one.losses) == STEPS else dataclasses.replace(one, losses=[])
+        slot: one if len(one.losses) == STEPS else dataclasses.replace(one, losses=[], steps_with_loss=[])
         for slot, one in as_if_always_there(lived).items()
     }
     return largest_differences(seen, run(reference(job)))

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ntp_plugin.config.sections import Parallel
 from ntp_plugin.megatron.te_emulation import importing
+from ntp_plugin.planning.topology import Topology, parse_slots
 from ntp_plugin.testing.ranks import Rank, Ranks
 from tests.harness.parity import group_adam
 from tests.harness.played_ranks import quietly
@@ -50,6 +52,8 @@ class Job:
     dp: int = 1
     pp: int = 1
     cp: int = 1
+    layers: int = 0
+    """0: one for each stage, but at least two."""
     chunks: int = 1
     """Virtual stages on each rank."""
     batch: int = 6
@@ -79,7 +83,8 @@ class Job:
 
     @property
     def processes(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp - sum(len(word.split(",")) for word in self.lost)
+        topology = Topology.of(Parallel(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp))
+        return topology.size - len(parse_slots(self.lost, topology))
 
     @property
     def recipe(self) -> Path:
@@ -93,7 +98,8 @@ class Job:
         plugin += [f"--ntp-lost={word}" for word in self.lost]
         plugin += [f"--ntp-route={self.route}"] if self.lost else []
         parallel = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
-        parallel += ["--num-layers", str(max(2, self.pp * self.chunks)), "--adam-eps", self.eps]
+        layers = self.layers or max(2, self.pp * self.chunks)
+        parallel += ["--num-layers", str(layers), "--adam-eps", self.eps]
         parallel += ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []
         if self.chunks > 1 and "|" not in self.model:
             parallel += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
@@ -133,6 +139,8 @@ class Seen:
     expert_group: int
     losses: list[float]
     """On ranks of the last stage."""
+    steps_with_loss: list[int]
+    """The steps that these are of: where layers move, a rank is of the last stage for some of them."""
     norms: list[float]
     """0 where the step was skipped."""
     rates: list[float]
@@ -247,6 +255,7 @@ class Looker:
 
         self._job = job
         self._losses: list[float] = []
+        self._steps_with_loss: list[int] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
         self._scales: list[float] = []
@@ -271,10 +280,11 @@ class Looker:
         if job.group_adam:
             group_adam.install()
         if job.under or job.spoil:
-            from tests.harness.parity import conditions, spoilt, spoilt_experts  # noqa: PLC0415
+            from tests.harness.parity import conditions, spoilt, spoilt_experts, spoilt_layers  # noqa: PLC0415
 
-            of_experts = hasattr(spoilt_experts, job.spoil or "-")
-            for kind, name in ((conditions, job.under), (spoilt_experts if of_experts else spoilt, job.spoil)):
+            kinds = (spoilt_experts, spoilt_layers)
+            planted = next((kind for kind in kinds if hasattr(kind, job.spoil or "-")), spoilt)
+            for kind, name in ((conditions, job.under), (planted, job.spoil)):
                 if name:
                     getattr(kind, name)()
 
@@ -283,7 +293,9 @@ class Looker:
 
         def training_log(*args: Any, **kwargs: Any) -> Any:
             values = dict(zip(names, args, strict=False))
-            self._losses += [float(loss) for name, loss in values["losses"].items() if name == "lm loss"]
+            losses = [float(loss) for name, loss in values["losses"].items() if name == "lm loss"]
+            self._losses += losses
+            self._steps_with_loss += [values["iteration"]] * len(losses)
             self._norms.append(float(values["norm"] or 0.0))
             self._rates.append(values["rate"])
             self._scales.append(float(values["scale"]))
@@ -362,7 +374,6 @@ class Looker:
 
         width = parallel_state.get_tensor_model_parallel_world_size()
         rank = parallel_state.get_tensor_model_parallel_rank()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
         return Seen(
             replica=parallel_state.get_data_parallel_rank(),
             expert_group=(
@@ -371,13 +382,14 @@ class Looker:
                 else parallel_state.get_expert_data_parallel_rank()
             ),
             losses=self._losses,
+            steps_with_loss=self._steps_with_loss,
             norms=self._norms,
             rates=self._rates,
             scales=self._scales,
             consumed=get_args().consumed_train_samples,
             fp8_scales=_digest_of_scales(self._chunks),
             drawn_from=_digest_of_generators(),
-            parts={f"stage {stage}: {name}": part for name, part in self._parts(rank, width)},
+            parts={_in_whole_model(name): part for name, part in self._parts(rank, width)},
             collectives=self._collectives,
             overlapped=self._overlapped,
             evaluated=self._evaluated,
@@ -457,6 +469,16 @@ class Looker:
         return [parameter.shape[parameter.partition_dim] // stride] * stride
 
 
+def _in_whole_model(name: str) -> str:
+    """A parameter's name in the whole model, whichever stage and virtual stage has it. A stage with multi-token
+    prediction has another embedding."""
+    from megatron.core import parallel_state  # noqa: PLC0415
+
+    name = name.split(".", 1)[1] if name[0].isdigit() else name
+    is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    return name if is_first or not name.startswith("embedding.") else f"of a later stage: {name}"
+
+
 def _placed(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Each section's start in the slot's tensor, and its size."""
     return zip([0, *accumulate(sizes)], sizes, strict=False)
@@ -532,10 +554,11 @@ def largest_differences(outcomes: Mapping[int, Seen], reference: Mapping[int, Se
     for holder in replica_digests(reference).values():
         weights = holder | weights
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
+    of_steps = dict(zip(expected.steps_with_loss, expected.losses, strict=True))
+    assert {step for seen in outcomes.values() for step in seen.steps_with_loss} == of_steps.keys()
     for seen in outcomes.values():
-        for key, mine, theirs in (("loss", seen.losses, expected.losses), ("grad_norm", seen.norms, expected.norms)):
-            if key == "loss" and not mine:
-                continue  # a stage that is not the last
+        theirs_then = [of_steps[step] for step in seen.steps_with_loss]
+        for key, mine, theirs in (("loss", seen.losses, theirs_then), ("grad_norm", seen.norms, expected.norms)):
             assert len(mine) == len(theirs)
             apart = (abs(a - b) / max(abs(b), _NOTHING) for a, b in zip(mine, theirs, strict=True))
             worst[key] = max([worst[key], *apart])

@@ -140,6 +140,23 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 """Replicas in stages, some of them degraded; "x 2": two interleaved virtual stages on each rank."""
 
+ONE_STAGE_LOST, FIRST_STAGE_LOST, LAST_STAGE_LOST = "PP4: without s1", "PP4: without s0", "PP4: without s3"
+TWO_STAGES_LOST, ONE_STAGE_LEFT = "PP4: without s1 and s2", "PP4: s2 alone"
+STAGE_AND_SLOT_LOST, BOTH_LOST_STAGES = "PP4, TP2: without s1, s2 as TP1", "PP2, three replicas: s1 and s0 alone"
+DEEP = "PP3 of 9 layers: without s1"
+_SINGLE = {"tp": 1, "pp": 4, "dp": 2}
+LOST_STAGES: dict[str, dict[str, Any]] = {
+    ONE_STAGE_LOST: {**_SINGLE, "lost": ("r1.s1",)},
+    FIRST_STAGE_LOST: {**_SINGLE, "lost": ("r0.s0",)},
+    LAST_STAGE_LOST: {**_SINGLE, "lost": ("r0.s3",)},
+    TWO_STAGES_LOST: {**_SINGLE, "layers": 8, "lost": ("r1.s1,r1.s2",)},
+    ONE_STAGE_LEFT: {**_SINGLE, "lost": ("r0.s0,r0.s1,r0.s3",)},
+    STAGE_AND_SLOT_LOST: {"tp": 2, "pp": 4, "dp": 2, "lost": ("r1.s1,r1.s2.t0,r0.s3.t1",)},
+    BOTH_LOST_STAGES: {"tp": 1, "pp": 2, "dp": 3, "layers": 4, "lost": ("r0.s0,r2.s1",)},
+    DEEP: {"tp": 2, "pp": 3, "dp": 2, "layers": 9, "lost": ("r1.s1",)},
+}
+"""Replicas without some stage, so that their other stages have its layers."""
+
 
 def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
     """One full-width replica that computes everything, with no part of the plugin that the model does not ask for."""
@@ -148,12 +165,13 @@ def uniform(model: str, *, tp: int = 4, **options: Any) -> Job:
 
 def reference(model: str, layout: str, **options: Any) -> Job:
     """The reference of a layout; it has as many stages, since each draws its weights by itself."""
-    if layout in PIPELINES:
-        options |= {key: value for key, value in PIPELINES[layout].items() if key not in ("dp", "lost")}
+    if layout in PIPELINES | LOST_STAGES:
+        where = (PIPELINES | LOST_STAGES)[layout]
+        options |= {key: value for key, value in where.items() if key not in ("dp", "lost")}
     return uniform(model, **options)
 
 
 def degraded(model: str, layout: str | dict[str, Any], **options: Any) -> Job:
     """The same on replicas, some of which are degraded."""
-    where = (LAYOUTS | PIPELINES)[layout] if isinstance(layout, str) else layout
+    where = (LAYOUTS | PIPELINES | LOST_STAGES)[layout] if isinstance(layout, str) else layout
     return Job(model=(MODELS | STAGED | WITH_TE)[model], **where, **options)

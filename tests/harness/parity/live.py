@@ -127,13 +127,15 @@ def _wait_for_joining_ranks(rank: Rank, job: Any, asking: Asking) -> None:
 
 def as_if_always_there(lived: Mapping[int, Lived]) -> dict[int, Seen]:
     """Fill the steps that a joining rank missed with those of the others."""
-    longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in ("norms", "losses")}
+    kinds = ("norms", "losses", "steps_with_loss")
+    longest = {what: max((getattr(one.seen, what) for one in lived.values()), key=len) for what in kinds}
     seen = {}
     for slot, one in lived.items():
         missing = len(longest["norms"]) - len(one.seen.norms)
-        losses = [*longest["losses"][:missing], *one.seen.losses] if one.seen.losses else []
-        norms = [*longest["norms"][:missing], *one.seen.norms]
-        seen[slot] = dataclasses.replace(one.seen, losses=losses, norms=norms)
+        filled: dict[str, Any] = {"norms": [*longest["norms"][:missing], *one.seen.norms]}
+        for what in ("losses", "steps_with_loss") if one.seen.losses else ():
+            filled[what] = [*longest[what][:missing], *getattr(one.seen, what)]
+        seen[slot] = dataclasses.replace(one.seen, **filled)
     return seen
 
 

@@ -56,6 +56,7 @@ def joined(first: Mapping[int, Seen], second: Mapping[int, Seen]) -> dict[int, S
         rank: dataclasses.replace(
             seen,
             losses=[*before.losses, *seen.losses] if seen.losses else [],
+            steps_with_loss=[*before.steps_with_loss, *seen.steps_with_loss] if seen.losses else [],
             norms=[*before.norms, *seen.norms],
             rates=[*before.rates, *seen.rates],
         )
