@@ -57,7 +57,7 @@ class MegatronRanks:
             columns = _make_columns(layout, make_groups)
             if not layout.is_idle:
                 own = layout.column(layout.slot.replica, layout.slot.tp)
-                parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = columns[own]
+                parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = columns[own] if len(own) > 1 else alone
                 parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
         smaller = _smaller_contexts(layout)
         for slots, group in zip(smaller, make_groups(smaller) if smaller else (), strict=True):
