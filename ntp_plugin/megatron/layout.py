@@ -85,11 +85,6 @@ class Layout:
         return tuple(self.surviving.stages(self.slot.replica))
 
     @property
-    def segments(self) -> tuple[int, ...]:
-        """The segments of the model that this rank's stage has."""
-        return self.surviving.segments_of(self.slot.replica, self.slot.stage)
-
-    @property
     def is_held_once(self) -> bool:
         """Whether only one replica still trains, so that no other rank holds what it holds."""
         return len({slot.replica for slot in self.slots}) == 1

@@ -250,11 +250,6 @@ class SurvivingReplicas:
         """The stages of a replica that have layers, ascending."""
         return range(self.topology.pp) if self.placement is None else self.placement.stages(replica)
 
-    @property
-    def segments(self) -> int:
-        """The number of segments."""
-        return self.topology.pp if self.placement is None else len(self.placement.segments)
-
     def segments_of(self, replica: int, stage: int) -> tuple[int, ...]:
         """The segments that a stage of a replica has."""
         return (stage,) if self.placement is None else self.placement.segments_of(replica, stage)
