@@ -4,10 +4,10 @@ The groups are edited in place, so that every handle that Megatron and the user'
 Megatron has the ranks of its groups as lists, and two numbers that can be set: how many replicas there are, and which
 one this is. In a degraded layout these stay nominal, as in a job that begins degraded (`megatron/groups.py`).
 
-Two kinds of groups cannot be edited, so in a degraded layout they are groups of the epoch. In a pipeline's column that
+Some kinds of groups cannot be edited, so in a degraded layout they are groups of the epoch. In a pipeline's column that
 has lost a slot, another slot of its stage stands in, which is not a member of the original group; and there are no
-embedding groups, again as in a job that begins degraded. A context group may have replicas that are idle, which are
-members of the original group as long as they live.
+embedding groups, again as in a job that begins degraded. A context group may have replicas that are idle, and a replica
+idle slots of a stage whose layers have moved; they are members of the original group as long as they live.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ _LISTS = {
 }
 _REPLACED = (
     *("_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS"),
-    "_CONTEXT_PARALLEL_GROUP",
+    *("_CONTEXT_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
 )
 """What has other members in a degraded layout than those that are left of the first ones."""
 
@@ -59,10 +59,13 @@ class MegatronRanks:
                 own = layout.column(layout.slot.replica, layout.slot.tp)
                 parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = columns[own] if len(own) > 1 else alone
                 parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
-        smaller = _smaller_contexts(layout)
-        for slots, group in zip(smaller, make_groups(smaller) if smaller else (), strict=True):
-            if layout.slot in slots:
-                parallel_state._CONTEXT_PARALLEL_GROUP = group if len(slots) > 1 else alone
+        for name, smaller in {
+            "_CONTEXT_PARALLEL_GROUP": _smaller_contexts(layout),
+            "_MODEL_PARALLEL_GROUP": _smaller_replicas(layout),
+        }.items():
+            for slots, group in zip(smaller, make_groups(smaller) if smaller else (), strict=True):
+                if layout.slot in slots:
+                    setattr(parallel_state, name, group if len(slots) > 1 else alone)
         for ranks, name in _LISTS.items():
             group = getattr(parallel_state, name)
             if group is not None:
@@ -75,6 +78,16 @@ def _make_columns(layout: Layout, make_groups: MakeGroups) -> dict[tuple[Slot, .
     replicas = sorted({slot.replica for slot in layout.slots})
     wanted = dict.fromkeys(layout.column(replica, tp) for replica in replicas for tp in range(layout.topology.tp))
     return dict(zip(wanted, make_groups(list(wanted)), strict=True))
+
+
+def _smaller_replicas(layout: Layout) -> list[tuple[Slot, ...]]:
+    """Return the slots that train of each replica that has idle ones, and trains: of a stage whose layers have
+    moved."""
+    training = {slot.replica for slot in layout.slots}
+    return [
+        tuple(slot for slot in layout.slots if slot.replica == replica)
+        for replica in sorted({slot.replica for slot in layout.idle} & training)
+    ]
 
 
 def _smaller_contexts(layout: Layout) -> list[tuple[Slot, ...]]:
