@@ -173,7 +173,8 @@ def test_features(model, more, of_both):
     of = job(f"{more} {of_both}", model=model)
     lived, rows = live(of, faults=[kill(3, during="backward", step=5)], back={3: 12})
     assert_same_training(lived, of, more=of_both)
-    assert_every_sample_is_drawn(rows)
+    if not of_both:  # an evaluation is a section of the rows, too
+        assert_every_sample_is_drawn(rows)
 
 
 def test_with_sequence_parallelism():

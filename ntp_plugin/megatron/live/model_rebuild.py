@@ -44,6 +44,8 @@ class ModelRebuild:
         self._args = args
         self._build: Callable[[], list[Any]] | None = None
         self._wrapped: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._waiting: list[bool] = []
+        """Whether the forward of each wrapped chunk waits for parameters, while that is switched off."""
         self.chunks: list[Any] = []
         self.optimizer: Any = None
         self.masks: ExactDropout | None = None
@@ -114,19 +116,26 @@ class ModelRebuild:
             copy_cuts(real, new)
             _have_groups_of(real, chunk)
 
+    def stop_waiting(self) -> None:
+        """Have no module's forward wait for parameters until DDP is made again: it knows the modules by which it waits,
+        and they may change now. A loss may interrupt this, and what is done after it."""
+        self._waiting = self._waiting or [forward_waits(ddp) for ddp, _, _ in self._wrapped]
+        for ddp, _, _ in self._wrapped:
+            set_forward_waits(ddp, waits=False)
+
     def wrap_again(self) -> None:
         """Have DDP make its buffers, buckets and hooks again, for the current parameters."""
-        for ddp, args, kwargs in self._wrapped:
+        for (ddp, args, kwargs), waits in zip(self._wrapped, self._waiting, strict=True):
             ddp.grad_accs, ddp.buffers, ddp.bucket_groups, ddp.param_to_bucket_group = [], [], [], {}
             ddp.expert_parallel_buffers, ddp.expert_parallel_bucket_groups = [], []
-            training, waiting = ddp.training, forward_waits(ddp)
-            set_forward_waits(ddp, waits=False)
+            training = ddp.training
             for parameter in ddp.module.parameters():
                 parameter.grad = parameter.main_grad = None
                 _forget_hooks(parameter)
             type(ddp).__init__(ddp, *args, **_keyed(kwargs, dict(ddp.module.named_parameters())))
-            set_forward_waits(ddp, waits=waiting)
+            set_forward_waits(ddp, waits=waits)
             ddp.train(training)
+        self._waiting = []
 
     def build_optimizer_again(self) -> None:
         """Turn the existing optimizer object into what Megatron builds for the current parameters."""

@@ -419,6 +419,7 @@ class MegatronTrainer:
         self._take_back = apply_all(
             hooks.of_a_layout(job, layers, sync) if degraded else hooks.of_layers(layers), offered=False
         )
+        model_rebuild.stop_waiting()
         with _nominal_contexts(configs, self._topology.cp, now=layout.context_degree):
             built = model_rebuild.elsewhere()
             model_rebuild.take_over(built)

@@ -306,7 +306,7 @@ class Looker:
     def _with_evaluation(self, evaluate: Any) -> Any:
         def evaluated(*args: Any, **kwargs: Any) -> Any:
             results = evaluate(*args, **kwargs)
-            self._evaluated.append(float(results[0]["lm loss"]))
+            self._evaluated += [float(loss) for name, loss in results[0].items() if name == "lm loss"]
             return results
 
         return evaluated
