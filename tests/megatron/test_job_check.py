@@ -28,6 +28,12 @@ def script(name, *more, own=(), flags=("--ntp-enable",)):
 script("accepted")
 script("not enabled", flags=())
 script("sharded", "--use-distributed-optimizer", "--bf16", own=("--nnodes", "2", "--nproc-per-node", "4"))
+PIPELINE = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "32"]
+TWO_HOSTS = ("--nnodes", "2", "--nproc-per-node", "8")
+script("layers move", *PIPELINE, "--use-distributed-optimizer", "--untie-embeddings-and-output-weights", own=TWO_HOSTS)
+script("none moves", *PIPELINE, own=TWO_HOSTS)
+script("moving is forbidden", *PIPELINE, "--use-distributed-optimizer", "--ntp-actions-forbid", "move-layers",
+       own=TWO_HOSTS)
 script("no copies", "--use-distributed-optimizer", "--ntp-copies-mode", "off", own=("--world-size", "8"))
 script("several", "--te-rng-tracker", "--use-torch-fsdp2", "--my-own-flag", "7")
 script("latent", "--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "16", "--ntp-gpu-memory-gb", "1",
@@ -164,6 +170,18 @@ def test_where_state_is_decides_what_is_survived(found):
     assert survived(without) == set()
     assert without["survivals"][0]["exit_code"] == 4
     assert "copies are off" in without["survivals"][0]["why"]
+
+
+def test_layers_of_a_lost_stage_move_with_a_sharded_optimizer(found):
+    """Each host has one stage of both replicas."""
+    check = found("layers move", 0)
+    assert "any one host" in survived(check)
+    (host,) = [loss for loss in check["survivals"] if loss["kind"] == "any one host"]
+    assert host["state_from"] == ["copies in memory"]
+    assert host["step_time"] > 1
+    for without in ("none moves", "moving is forbidden"):
+        (host,) = [loss for loss in found(without, 0)["survivals"] if loss["kind"] == "any one host"]
+        assert (host["survived"], host["exit_code"]) == (0, 3)
 
 
 def test_latent_attention_is_counted_by_its_own_matrices(found):
