@@ -32,7 +32,13 @@ type ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[.
 
 _DEFAULTS = ("--lr-decay-style", "constant", "--train-iters", "1000000000", "--eval-iters", "0", "--num-workers", "0")
 """Of Megatron's flags, where the script gives no others: a constant rate, and no end but the script's own."""
-_RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
+_RENAMED = {
+    "gated_linear_unit": "swiglu",
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
 """A field of a configuration -> Megatron's argument for it, where their names differ."""
 _LAYERS = "transformer_impl"
 """What the flags alone say: `build` chooses the layers, whatever a configuration has by default."""
@@ -272,10 +278,13 @@ def _build(args: Any, config: Any, build: BuildCoreModel) -> tuple[Any, ...]:
     from megatron.core.enums import ModelType  # noqa: PLC0415
     from megatron.training import training  # noqa: PLC0415
 
+    from ntp_plugin.megatron.live.model_rebuild import stages_in_config  # noqa: PLC0415
+
     def provide(pre_process: bool = True, post_process: bool = True, **_: Any) -> torch.nn.Module:
         fresh = copy.copy(config)
         for name in _BUILT_WITH:
             setattr(fresh, name, getattr(args, name))
+        vars(fresh).update(stages_in_config(args))
         return build(fresh, pre_process=pre_process, post_process=post_process)
 
     chunks, optimizer, scheduler = training.setup_model_and_optimizer(ModelType.encoder_or_decoder, provide)

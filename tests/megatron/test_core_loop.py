@@ -1,5 +1,6 @@
 """A hand-written loop over megatron.core, in `elastic`, against the same loop without the plugin and without faults."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -75,6 +76,17 @@ def test_a_stage_of_a_single_replica_goes_on_narrower():
     assert {slot: one.width for slot, one in trained.items()} == {0: 2, 1: 2, 2: 1}
     assert_all_steps(trained, [2])
     assert worst_of(trained, PIPELINE) <= BOUND
+
+
+def test_the_layers_of_a_lost_stage_move():
+    """The first stage, on slots 0 and 1, has all layers then, and learns the losses."""
+    job = dataclasses.replace(PIPELINE, sharded=True, flags=("--untie-embeddings-and-output-weights",))
+    trained = within(job, faults=[kill(slot, during="backward", step=3) for slot in (2, 3)])
+    assert sorted(trained) == [0, 1]
+    expected = reference(PIPELINE)[2].losses
+    for one in trained.values():
+        assert set(range(4, STEPS + 1)) <= set(one.losses)
+        assert max(abs(loss / expected[step] - 1) for step, loss in one.losses.items()) <= BOUND
 
 
 def test_a_wrong_weight_of_the_degraded_replica_is_noticed():

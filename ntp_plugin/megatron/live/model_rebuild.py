@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
+from ntp_plugin.megatron import moved_layers
 from ntp_plugin.megatron.layers.dropout import ExactDropout
 from ntp_plugin.megatron.layers.uneven_experts import NominalGroup
 from ntp_plugin.megatron.layers.uneven_layers import copy_cuts
@@ -33,6 +35,7 @@ from ntp_plugin.megatron.live.loss_scale import numbers_of, set_numbers
 from ntp_plugin.megatron.live.moved_modules import have_layers_of
 from ntp_plugin.megatron.reduction.lane_sync import bare
 
+_LAYOUT = "pipeline_model_parallel_layout"
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """The attributes that every module has, including `training`."""
 
@@ -162,6 +165,18 @@ def _keyed(kwargs: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
         for kind, one in layout.layouts.items()
     }
     return kwargs | {"full_param_layout": dataclasses.replace(layout, layouts=layouts)}
+
+
+def stages_in_config(args: Any) -> dict[str, Any]:
+    """Return the stages of this rank's replica as a model's configuration has them, once it is made. Empty as long as
+    no layer has moved."""
+    if not moved_layers.nominal_stages(args):
+        return {}
+    found = moved_layers.stages_in_config(args)
+    layout = found[_LAYOUT]
+    if isinstance(layout, list):
+        found[_LAYOUT] = PipelineParallelLayerLayout(layout, len(layout))
+    return found
 
 
 def forward_waits(ddp: Any) -> bool:

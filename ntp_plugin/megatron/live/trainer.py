@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from ntp_plugin.config.sections import TrainingPolicy
 from ntp_plugin.errors import Refused, StateLost
@@ -31,14 +30,14 @@ from ntp_plugin.megatron.live.counts import Counts, adopt, count
 from ntp_plugin.megatron.live.expert_bias import ExpertBias
 from ntp_plugin.megatron.live.group_caches import forget_groups, forget_quantized_weights
 from ntp_plugin.megatron.live.logs import into_logs
-from ntp_plugin.megatron.live.model_rebuild import ModelRebuild
+from ntp_plugin.megatron.live.model_rebuild import ModelRebuild, stages_in_config
 from ntp_plugin.megatron.live.next_plan import NextPlan, restart
 from ntp_plugin.megatron.live.ranks import MegatronRanks
 from ntp_plugin.megatron.live.samples import SampleHooks
 from ntp_plugin.megatron.live.state import TrainedState
 from ntp_plugin.megatron.live.trained_parameters import Trainees
 from ntp_plugin.megatron.live.unfinished_save import UnfinishedSave
-from ntp_plugin.megatron.moved_layers import have_own_stages, layers_of, stages_in_config, why_none_moves
+from ntp_plugin.megatron.moved_layers import have_own_stages, layers_of, why_none_moves
 from ntp_plugin.megatron.reduction.lane_groups import wanted_groups
 from ntp_plugin.megatron.reduction.lane_sync import LaneSync, bare, described, named
 from ntp_plugin.megatron.switched_off import SwitchedOff
@@ -59,7 +58,6 @@ from ntp_plugin.telemetry import CopyTrouble, EventWriter, Recovered
 
 _LOG = logging.getLogger(__name__)
 _UNITS = "units of all stages"
-_PIPELINE = "pipeline_model_parallel_layout"
 _CONNECT_S = 5.0
 """Time for a member to connect to a lane. A death ends the wait at once, so this is only for undetected trouble."""
 
@@ -444,11 +442,8 @@ class MegatronTrainer:
         if self._layers is None:
             return
         have_own_stages(self._args, layout)
-        found = stages_in_config(self._args)
-        if isinstance(found[_PIPELINE], list):
-            found[_PIPELINE] = PipelineParallelLayerLayout(found[_PIPELINE], len(found[_PIPELINE]))
         for chunk in self._model_rebuild.chunks:
-            vars(bare(chunk).config).update(found)
+            vars(bare(chunk).config).update(stages_in_config(self._args))
 
     def _make_groups(self, wanted: Sequence[Sequence[Slot]]) -> list[Any]:
         tuples = [tuple(sorted(map(self._topology.rank_of, slots))) for slots in wanted]
