@@ -143,8 +143,12 @@ class Nominal:
 
     def stages(self, surviving: SurvivingReplicas, replica: int) -> list[tuple[StageUnits, Pattern]]:
         """The units and the pattern of each stage that a replica has."""
+        segments = self.segments(surviving).stages
         return [
-            (self.stage_units(surviving, replica, stage), surviving.pattern(replica, stage))
+            (
+                StageUnits.joined(segments[number] for number in surviving.segments_of(replica, stage)),
+                surviving.pattern(replica, stage),
+            )
             for stage in surviving.stages(replica)
         ]
 
@@ -302,8 +306,13 @@ def replica_paces(
     topology = nominal.topology
     whole = ReplicaPace(ns=HEALTHY_NS, splits=nominal.splits)
     paces = dict.fromkeys(surviving.replicas, whole)
+    known: dict[tuple[object, ...], int] = {}  # replicas that have lost the same are as fast
     for replica in surviving.degraded_replicas:
-        ns = micro_batch_ns(nominal.units, topology.tp, nominal.stages(surviving, replica))
+        cut = None if surviving.placement is None else surviving.placement.cut(replica)
+        alike = cut, *(surviving.pattern(replica, stage) for stage in range(topology.pp))
+        if alike not in known:
+            known[alike] = micro_batch_ns(nominal.units, topology.tp, nominal.stages(surviving, replica))
+        ns = known[alike]
         without = topology.pp - len(surviving.stages(replica))
         paces[replica] = ReplicaPace(ns=ns, splits=nominal.splits, without=without)
     for living in _short_of_replicas(surviving):
