@@ -32,9 +32,7 @@ FLOAT64, FLOAT32 = BOUNDS["float64"], BOUNDS["float32"]
 _SHARDED = "distributed optimizer, overlap"
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.short] * (layout == ONE_STAGE_LOST)) for layout in LOST_STAGES]
-)
+@pytest.mark.parametrize("layout", LOST_STAGES)
 def test_float64(layout):
     worst = compared(BASE, layout)
     assert max(worst.values()) <= FLOAT64, worst
